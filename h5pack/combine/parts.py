@@ -249,8 +249,9 @@ def _has_classes(values: FieldValues) -> bool:
 def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
     """Return the catalogs with equal dtypes of fields, as far as no number changes.
 
-    The dtype of a field is that of the first catalog in which its rows have entries. Catalogs in which they have none
-    also take the shape of an entry from there and, unless they have class names, whether entries are class numbers.
+    The model of a field is the first catalog with entries in it, preferably one with class names. It gives the dtype. A
+    catalog without entries also gets the model's shape of an entry and, if it has no class names itself, whether
+    entries are class numbers.
     """
     fields = [dict(catalog.fields) for catalog in catalogs]
     for name in fields[0]:

@@ -1,4 +1,4 @@
-"""`H5Dataset`: the rows of an HDF5 file as a map-style torch dataset."""
+"""`H5Dataset`: the rows of one or more HDF5 files as a map-style torch dataset."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ block. A block is a part of a large batch, or several small batches. So there ar
 - Cached rows, with a single stream and lane (`_is_batchwise`): the batches of a block are opened when a thread takes
   the block. While the consumer waits, it copies blocks, too (`can_help`).
 
-Waking a thread takes longer than copying a small batch. So a token is put into `_wake` only if there is work and fewer
-than `_useful` reading threads are awake; each thread that takes work checks this again.
+Waking a thread takes longer than copying a small batch. So a planned group or a returned credit puts a token into
+`_wake` only if fewer than `_useful` reading threads are awake. A thread that takes work does the same if work is left.
 
 `stop` sets a flag and puts tokens into queues. The garbage collector may call it in any thread while any lock is held,
 so neither `stop` nor anything that it calls may take a lock.

@@ -42,9 +42,9 @@ _GRAY = (19595, 38470, 7471)
 _QUARTER_TURN = (11225, 21145, -32370, -21774, 2601, 19173, 82681, -68855, -13826)
 """The 3 x 3 matrix that removes a color's gray and rotates the rest by a quarter turn, from axis I to axis Q.
 
-It is inverse(T) R T, where R maps (Y, I, Q) to (0, -Q, I), and T maps a color to YIQ (FCC NTSC 1953, as in Python's
-colorsys: I = 0.74 (red - Y) - 0.27 (blue - Y), Q = 0.48 (red - Y) + 0.41 (blue - Y)). The entries are in units of
-2^-16, rounded such that each row adds up to 0.
+It is inverse(T) R T, where R maps (Y, I, Q) to (0, -Q, I), and T maps a color to YIQ: Y by the weights of BT.601, and
+I = 0.74 (red - Y) - 0.27 (blue - Y), Q = 0.48 (red - Y) + 0.41 (blue - Y) as in Python's colorsys (FCC NTSC 1953). The
+entries are in units of 2^-16, rounded such that each row adds up to 0.
 """
 
 

@@ -103,9 +103,9 @@ def decoder_versions() -> dict[str, str]:
 
 @contextlib.contextmanager
 def strict_pillow() -> Iterator[None]:
-    """Silence Pillow's warnings, disable its limit on pixels (see `refuse_bomb`), and reject truncated files.
+    """Ignore all warnings, disable Pillow's limit on pixels (see `refuse_bomb`), and reject truncated files.
 
-    These settings are global to the process: the first context that is open changes them, and the last one restores
+    These settings are global to the process: the first context to open changes them, and the last to close restores
     them.
     """
     global _strict_contexts

@@ -237,7 +237,7 @@ def _refused(
         advice = f"resume with the same {same}, or start over with overwrite=True and without resume=True"
         parameters = (*parameters, "overwrite=True", "resume=True")
     else:
-        advice = f"give the same {same}, or delete all of {partial}* to start over"
+        advice = f"use the same {same}, or delete all of {partial}* to start over"
     return ResumeError.at(partial, f"{difference}; {advice}", *parameters)
 
 

@@ -225,7 +225,7 @@ def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> 
             row = min((cell == "-1", row) for row, cell in enumerate(cells) if not _is_byte(cell))[1]
             raise table.error(
                 row,
-                f"column {column!r} contains {table.column(column)[row]!r}; all of several label columns must hold "
+                f"column {column!r} contains {table.column(column)[row]!r}; several label columns must all hold "
                 f"integers in 0..255 (or -1 and 1){advice or '; correct the column'}",
                 *(("text_columns", "field_columns") if advice else ()),
             )

@@ -247,7 +247,7 @@ def file_system_type(path: str | int | os.PathLike[str]) -> str | None:
 
 
 def link_file(file: Path, name: Path) -> None:
-    """Make a hard link `name` to a file; raise FileExistsError if `name` exists, SourceError if this is impossible."""
+    """Hard-link a file as `name`; raise FileExistsError if `name` exists, SourceError if links are not supported."""
     try:
         os.link(file, name)
     except FileExistsError:
