@@ -117,6 +117,7 @@ DAMAGE: dict[str, Callable[[h5py.Group], None]] = {
     "too few": offsets(lambda values: values[:-1]),
     "none": offsets(lambda values: values[:0]),
     "a number": offsets(lambda values: np.int64(3)),
+    "floats": offsets(lambda values: values.astype(np.float64)),
     "text": offsets(lambda values: np.array([b"x"] * len(values))),
     "an unknown kind": lambda group: group.attrs.__setitem__("kind", np.bytes_(b"song")),
     "an unknown box format": lambda group: group.attrs.__setitem__("box_format", np.bytes_(b"xywh")),
