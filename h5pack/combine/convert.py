@@ -318,8 +318,8 @@ class ShardedConversion(Conversion):
             lock.renew()
             # Give the file a size, because `OutputLock.close` would remove an empty one.
             os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
-        # Another program may have removed the folder of an interrupted run.
-        output.shards.mkdir(exist_ok=True)
+        # Another program may have removed the folder of an interrupted run. In a new run, it must not have old shards.
+        output.shards.mkdir(exist_ok=before is not None)
         if before is None:
             journal.start({**identity(plan), "overwrite": self.options.overwrite}, plan.fingerprints)
         output.survey.unlink(missing_ok=True)

@@ -195,6 +195,21 @@ def test_shards_that_another_program_removed_are_written_again(tmp_path: Path) -
     assert leftovers(tmp_path) == {"s", *whole}
 
 
+def test_shards_that_cannot_be_removed_are_not_taken_for_new_ones(tmp_path: Path) -> None:
+    found, out = class_folders(tmp_path / "s", {"x": 30}), tmp_path / "o.h5"
+    keywords = quick(chunk_rows=4, shard_bytes=1_090_000)
+    (tmp_path / "kept").mkdir()
+    h5pack.convert(found, out, **keywords)
+    for path in shards_of(out, out):
+        path.rename(tmp_path / "kept" / path.name)
+    out.unlink()
+    # `shutil.rmtree` does not remove links.
+    Path(f"{out}.partial.shards").symlink_to(tmp_path / "kept")
+    with pytest.raises(FileExistsError):
+        h5pack.convert(found, out, overwrite=True, **keywords)
+    assert not out.exists()
+
+
 def test_an_output_is_replaced_at_the_end(tmp_path: Path) -> None:
     old, new = class_folders(tmp_path / "old", {"x": 30}), class_folders(tmp_path / "new", {"y": 20})
     out, keywords = tmp_path / "o.h5", quick(chunk_rows=4, shard_bytes=1_090_000)
