@@ -296,6 +296,8 @@ def positions_of(indices: Sequence[int], count: int, where: str = "") -> npt.NDA
         numbers = np.fromiter(map(operator.index, indices), np.int64, len(indices))
     except TypeError as error:
         raise TypeError(f"{where}{error}; a DataLoader takes batches of indices as batch_sampler") from None
+    except OverflowError:
+        numbers = np.array([min(max(operator.index(index), -count - 1), count) for index in indices])
     wrong = np.flatnonzero((numbers < -count) | (numbers >= count))
     if len(wrong):
         raise out_of_range(indices[int(wrong[0])], count, where)

@@ -106,9 +106,11 @@ def test_items_are_the_stored_rows(pack: Path, monkeypatch: pytest.MonkeyPatch) 
             assert np.array_equal(image, images[index])
             assert label == labels[index]
     assert [label for _, label in dataset[2:9:3]] == labels[2:9:3].tolist()
-    for index in (45, -46):
+    for index in (45, -46, 2**64):
         with pytest.raises(IndexError, match=str(index)):
             dataset[index]
+        with pytest.raises(IndexError, match=str(index)):
+            dataset.__getitems__([0, index])
     # What a DataLoader without batches asks for if a sampler of batches is its `sampler`.
     for unchecked in (dataset, h5pack.ConcatPack([dataset])):
         with pytest.raises(TypeError, match="batch_sampler"):
