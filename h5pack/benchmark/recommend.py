@@ -104,7 +104,7 @@ class Findings:
         return {self.workload.case(one.label, self.cache): one for one in given}
 
     def compared(self) -> list[_Compared]:
-        """Return the variants with the measurements that compare them, which differ only in the variant."""
+        """Return the measurements of `cases`, which differ only in the variant, with their variants."""
         cases, again = self.cases, {one.case: one for one in self.run_off}
         some = [one for one in self.measurements if one.speeds and one.case in cases]
         found = [(one, CaseRepeats.of(one, again.get(one.case))) for one in some]

@@ -210,7 +210,7 @@ def _measured_pixels(part: Part) -> int:
 
 
 def require_alike(path: Path, own: dict[str, Any], other_path: Path | str, other: dict[str, Any], advice: str) -> None:
-    """Raise SourceError if the properties of a pack, such as `table_forms`, differ from those of other rows."""
+    """Raise SourceError unless a pack has the same properties, such as `table_forms`, as another pack or source."""
     for what, value in own.items():
         if value != other[what]:
             problem = f"has {what} {_shown(value)}, but {other_path} has {_shown(other[what])}; {advice}"

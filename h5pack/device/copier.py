@@ -187,9 +187,9 @@ class DeviceCopier:
         return self._kept[1]
 
     def _joined_copies(self, elements: list[Any]) -> dict[int, torch.Tensor]:
-        """Queue one copy for each element that is a list of tensors, and return the tensors' copies by their `id`.
+        """Queue one copy for each list of tensors that can be joined; return the copies by the originals' `id`.
 
-        Copying one small tensor takes as long as copying all.
+        Copying one small tensor takes as long as copying all of a list.
         """
         copies: dict[int, torch.Tensor] = {}
         for element in elements:

@@ -201,7 +201,7 @@ def _clear(descriptor: int, start: int, stop: int) -> None:
 
 
 Expected = tuple[str, tuple[int, ...], dict[tuple[int, int], int]]
-"""A dataset's path and shape, and checksums of its first, middle and last row by their (start, stop) along axis 0."""
+"""A dataset's path and shape, and checksums of its first, middle and last sample by (start, stop) along axis 0."""
 
 
 def _expected(pack: Unfinished, tables: PackTables) -> list[Expected]:

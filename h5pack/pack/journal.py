@@ -189,7 +189,7 @@ class RowResults:
 
 
 class JournalWriter:
-    """A writer that appends records to a new file in the journal `folder`, and keeps that file locked until closed.
+    """A writer that appends records to a new file ``prefix-*.log`` in `folder`, which it keeps locked until closed.
 
     A `durable` writer, for several machines, marks tasks with `begin` and `end` instead of locking its file. If `path`
     is given, the writer appends to that file, which an earlier task created.

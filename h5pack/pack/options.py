@@ -330,7 +330,7 @@ def parse_part(part: str | Sequence[int]) -> tuple[int, int]:
 
 
 def parse_bytes(size: int | str, name: str = "chunk_bytes") -> int:
-    """Return a number of bytes, from text such as "65536", "512KiB", "4MB" (1000**2) or "1G" (1024**3), or a number."""
+    """Return bytes, given as a number or as text such as "65536", "512KiB", "4MB" (1000**2) or "1G" (1024**3)."""
     if not isinstance(size, str):
         return size
     text = size.strip().lower()

@@ -56,7 +56,7 @@ class WriteJob:
     durable: bool = False  # whether rows must be flushed because other machines write, too; see `_write_durably`
     keep: bool = False  # whether rows are the bytes of image files instead of pixels
     fields: tuple[PixelRows, ...] = ()
-    # Makes a job differ from equal jobs of earlier conversions, whose files may be deleted.
+    # Distinguishes equal jobs of two conversions: the files that a worker opened for the first may be deleted.
     token: str = field(default_factory=secrets.token_hex)
 
 
@@ -251,7 +251,7 @@ def write_rows(task: WriteTask) -> list[RowRecord]:
 def _write_durably(task: WriteTask) -> list[RowRecord]:
     """Write a task's rows, flush them to the disk, then journal them and flush the journal.
 
-    No file stays open between tasks, because network file systems send all unsent data when a file is closed.
+    Close all files after each task, because network file systems then send all unsent data.
     """
     job = task.job
     before: tuple[WriteJob, str] | None = _local.__dict__.pop("durable", None)

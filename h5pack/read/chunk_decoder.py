@@ -74,7 +74,7 @@ class DecodedChunks:
         return key in self._own_state().chunks
 
     def get(self, key: Hashable, decode: Callable[[], npt.NDArray[np.uint8]], *, keep: bool) -> npt.NDArray[np.uint8]:
-        """Return the chunk cached under `key`, or else the result of `decode`, which is cached if `keep` is true.
+        """Return the chunk cached under `key`, or else the result of `decode`, cached if `keep` is true and it fits.
 
         Two threads may decode the same chunk at once, which wastes time, but is correct.
         """
@@ -237,7 +237,7 @@ class DecodedDataset:
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
         """Move rows ``first[i]`` to ``last[i]``, int64 (n,), from the cache to `array`, up to the first missing chunk.
 
-        Return whether all are there. If not, cache their chunks by `ChunkDecoder.rows_in_chunk`, and try again.
+        Return whether all are there. If not, call `ChunkDecoder.rows_in_chunk` with ``keep=True``, and try again.
         """
         chunks = all_between(self.index.chunks_of(first), self.index.chunks_of(last))
         return all(self._move(chunk) for chunk in chunks[~self._moved[chunks]].tolist())

@@ -103,7 +103,7 @@ def find_codec(found: tuple[Filter, ...], size: int) -> Codec:
         if item.number not in _DECODERS and not is_plugin(item.number):
             raise UnsupportedFilterError(f"its chunks pass through filter {item.number} ({item.name or 'unnamed'})")
         if item.number == FilterId.LZF and _imagecodecs() is None:
-            raise UnsupportedFilterError("its chunks pass through lzf; its decoder is missing: pip install imagecodecs")
+            raise UnsupportedFilterError("its chunks pass through lzf; the decoder is missing: pip install imagecodecs")
     return Codec(found, size)
 
 

@@ -432,7 +432,7 @@ class Engine:
         self.require_checksums(name, rows, found)
 
     def require_checksums(self, name: str, rows: npt.NDArray[np.int64], found: npt.NDArray[np.uint32]) -> None:
-        """Raise DamagedRowsError, which names rows of one file, if `found`, uint32 (n,), are not their checksums."""
+        """Raise DamagedRowsError, for one file only, if `found`, uint32 (n,), are not the checksums of `rows`."""
         wrong = np.flatnonzero(found != self.read(schema.checksums_path(name), rows))
         if len(wrong):
             found_in = sorted({self.file_row(int(rows[position])) for position in wrong})

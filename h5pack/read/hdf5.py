@@ -286,9 +286,10 @@ def external_links(file: h5py.File) -> tuple[ExternalLink, ...]:
 
 
 def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.Dataset:
-    """Reopen a chunked dataset with another chunk cache, by default one that suits reading rows in any order.
+    """Reopen a dataset with another chunk cache, by default one that suits reading rows in any order.
 
-    `dataset` itself is closed. h5py ignores ``rdcc_nbytes=0`` for datasets, so use an access property list.
+    `dataset` is closed, or returned if it has no chunks. An access property list is used, because h5py ignores
+    ``rdcc_nbytes=0`` for datasets.
     """
     if dataset.chunks is None:
         return dataset

@@ -181,8 +181,8 @@ class FileMapping:
     def require_whole(self, numbers: Iterable[int]) -> None:
         """Raise PackChangedError if one of the files `numbers` was cut short since it was opened.
 
-        Call this before touching `bytes`, because a byte past the end of a file ends the process with SIGBUS. It takes
-        half the time of `require_unchanged`.
+        Call this before touching `bytes`, because a byte past the end of a file ends the process with SIGBUS. The
+        check takes half the time of `require_unchanged`.
         """
         files, lseek, end = self._opened_files(), os.lseek, os.SEEK_END
         for number in numbers:

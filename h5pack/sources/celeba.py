@@ -34,7 +34,7 @@ def attributes_of(images: Path) -> Path | None:
 
 
 def celeba(root: Path, wanted: NameFilter) -> Catalog:
-    """Return the catalog of CelebA: uint8 labels (M, 40), splits from the partition table, identities as a field."""
+    """Return the catalog of CelebA: uint8 labels (M, 40), and splits and identities (a field) if their tables exist."""
     folder = _image_folder(root)
     attributes_path = _table_path(root, "list_attr_celeba")
     if folder is None or attributes_path is None:

@@ -123,7 +123,7 @@ class MapStyleReader(SourceReader):
         return index if self.indices is None else int(self.indices[index])
 
     def sample(self, index: int) -> ReadSample:
-        """Return a sample; raise RejectedImageError if it fails, a value is unsupported, or a key is missing."""
+        """Return a sample; raise RejectedImageError if the dataset fails, a value is unsupported or a key missing."""
         image, label, others = _parts(self._given(index))
         names = self.fields.all_fields
         missing = [name for name in names if name not in others]
@@ -157,7 +157,7 @@ class MapStyleReader(SourceReader):
 
 
 def map_style_catalog(dataset: MapStyleDataset, fields: ManifestColumns | None = None) -> Catalog:
-    """Return the catalog of a map-style dataset, without labels and fields, which are added after the survey."""
+    """Return the catalog of a map-style dataset. Labels, and fields other than masks, are added after the survey."""
     fields = fields or ManifestColumns()
     require_field_names(f"the {type(dataset).__name__}", fields.all_fields)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

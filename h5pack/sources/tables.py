@@ -311,7 +311,7 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
 def _with_class_names(
     catalog: Catalog, table: TextTable, files: Sequence[ArchiveFile], column: str, stored: Sequence[Any]
 ) -> Catalog:
-    """Return the catalog with the class names of a label column, `stored` in each file by Hugging Face, or None."""
+    """Return the catalog with a label column's class names; ``stored[i]`` are Hugging Face's in file i, or None."""
     names = stored[0]
     for one, others in zip(files, stored, strict=True):
         if others != names:

@@ -58,7 +58,7 @@ def limited_runs(
 
 
 def limited_stops(lengths: npt.NDArray[np.int64], max_length: int) -> list[int]:
-    """Divide n items into runs whose `lengths`, (n,), add up to at most `max_length`, or are a single longer item.
+    """Divide n items into runs whose `lengths`, (n,), add up to at most `max_length`; a longer item is a run by itself.
 
     Return the end of each run: the index of the item after its last one.
     """

@@ -157,7 +157,7 @@ def max_open_files() -> int:
 
 @contextlib.contextmanager
 def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator[None]:
-    """Turn an OSError of a full or failed disk, or about a removed file or a name, into an H5PackError.
+    """Raise an H5PackError instead of an OSError if a disk is full or fails, a file is gone, or a name is refused.
 
     A full disk becomes a NoSpaceError about `path` that ends with `advice`; `parameters` are the parameters that
     `advice` names. Most other errors are about the file that the OSError names.

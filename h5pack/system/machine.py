@@ -67,7 +67,7 @@ def huge_page_memory(size: int) -> mmap.mmap:
 
 
 def free_bytes(folder: str | os.PathLike[str]) -> int:
-    """Return how many bytes an unprivileged process can still write to the file system that contains `folder`."""
+    """Return how many bytes a process without privileges can write to the disk of `folder`; sys.maxsize if unknown."""
     # ramfs and some FUSE file systems do not know their size.
     status = os.statvfs(folder)
     return status.f_bavail * status.f_frsize if status.f_blocks else sys.maxsize

@@ -35,7 +35,7 @@ def require_local(path: str | os.PathLike[str], parameter: str = "path") -> None
     except UnicodeEncodeError:
         is_valid = False
     if not is_valid:
-        raise unfit(parameter, name, "give a path that is not empty, and without NUL characters and lone surrogates")
+        raise unfit(parameter, name, "give a path that is not empty, and has no NUL or unpaired surrogate")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
         problem = "a URL; h5pack reads and writes files only, so mount or download the data, and give its path"
         raise OptionsError.at(name, problem)
