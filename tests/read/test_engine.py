@@ -357,3 +357,12 @@ def test_only_uncached_bytes_are_prefetched(tmp_path: Path, monkeypatch: pytest.
     asked.clear()
     engine.files.prefetch(engine.indexes["x"], np.array([3, 0, 4, 1, 5, 2, 12, 6]))
     assert asked == [(int(places[row // 3]) + row % 3 * 600, 600) for row in (0, 1, 2, 6)]
+
+
+def test_consecutive_rows_may_begin_and_end_in_different_chunks(tmp_path: Path) -> None:
+    values = write(tmp_path / "f.h5", numbers((12, 40), "u1"), "holes")
+    engine = engine_of(tmp_path / "f.h5")
+    for start in range(12):
+        for stop in range(start + 1, 13):
+            assert np.array_equal(engine.read_range("x", start, stop), values[start:stop])
+            assert np.array_equal(engine.read("x", range(start, stop)), values[start:stop])
