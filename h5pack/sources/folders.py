@@ -279,7 +279,10 @@ _PROBED_FOLDERS, _PROBED_LENGTH = 100, 4096
 
 
 def _refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
-    """Raise SourceError if two folders, paths below the root, are named like images and masks, not like `kind`."""
+    """Raise SourceError if two folders, such as "train" and "train_masks", are named like images and their masks.
+
+    `kind`, "classes" or "splits", is what they would otherwise be packed as.
+    """
     images = next((folder for folder in folders if is_named(folder, IMAGE_FOLDERS)), None)
     targets = next((folder for folder in folders if is_named(folder, TARGET_FOLDERS)), None)
     for folder in folders:
@@ -308,7 +311,10 @@ def is_named(folder: str, names: frozenset[str]) -> bool:
 
 
 def splits(found: Listing) -> Catalog:
-    """Return a catalog with one split per folder, which consists of class folders, or of images with the label -1."""
+    """Return a catalog with one split per folder. A split consists of class folders, or of images without labels.
+
+    Images without labels get the label -1 if other splits have classes; if none has, the catalog has no labels.
+    """
     split_names = split_order(found.filled())
     if not split_names:
         names = ", ".join(found.subfolders[""]) or "there are none"

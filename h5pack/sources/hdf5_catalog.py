@@ -234,7 +234,10 @@ def _has_rows(file: h5py.File, name: str, rows: int) -> bool | None:
 
 
 def find_images(file: h5py.File) -> str:
-    """Return the path of the images: "images", "encoded" or the only one that looks like them, or is named so, too."""
+    """Return the path of the images: "images", a pack's "encoded", or the only dataset that looks like images.
+
+    If several do, return the only one whose name has a word for images, such as "x". Else raise SourceError.
+    """
     if isinstance(file.get(schema.IMAGES), h5py.Dataset):
         return schema.IMAGES
     if schema.FORMAT in file.attrs and has_kept_images(file, schema.ENCODED):
