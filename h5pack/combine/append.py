@@ -127,7 +127,9 @@ def append(
     made_of = old.options.get("combined", {})
     # The interrupted call may have replaced the pack already, which then has the new images.
     may_have_ended = resume and made_of.get("verb") == "append"
-    if may_have_ended and not virtual and new_path.exists() and made_of["parts"][-1] == open_part(new_path).identity:
+    last = made_of["parts"][-1] if may_have_ended else None
+    # Raise an error for a file that is no pack. With overwrite=True, the resumed conversion would replace it.
+    if resume and not virtual and new_path.exists() and open_part(new_path).identity == last:
         if not Output(path).partial.exists():
             Output(path).remove_leftovers()
         _remove(new_path)

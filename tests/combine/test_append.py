@@ -17,7 +17,15 @@ import pytest
 import h5pack
 from h5pack.combine.parts import open_part
 from h5pack.combine.write import RowCopier
-from h5pack.errors import NoImagesError, NoSpaceError, OptionsError, OutputExistsError, SizesDifferError, SourceError
+from h5pack.errors import (
+    NoImagesError,
+    NoSpaceError,
+    OptionsError,
+    OutputExistsError,
+    PackFormatError,
+    SizesDifferError,
+    SourceError,
+)
 from tests.combine.packs import KINDS, SOURCE, contents, pack, source
 from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
 from tests.makers import class_folders, flat_folder, numbers, pixels, quick, save, split_folders, truncate
@@ -244,6 +252,16 @@ def test_images_that_do_not_fit(tmp_path: Path) -> None:
     assert not [name for name in leftovers(tmp_path) if name.startswith(f"{path.name}.")]
     h5pack.append(path, tmp_path / "two", **quick(val=0.5))
     assert [len(rows) for rows in h5pack.H5Dataset(path).splits.values()] == [3, 3]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_beside_the_pack_that_is_no_pack_is_kept_by_resume(tmp_path: Path, overwrite: bool) -> None:
+    path, other = tmp_path / "o.h5", tmp_path / "o.h5.new"
+    h5pack.convert(flat_folder(tmp_path / "in", 2), path, **quick())
+    other.write_text("mine")
+    with pytest.raises(PackFormatError):
+        h5pack.append(path, flat_folder(tmp_path / "more", 3), **quick(only_new=True, resume=True, overwrite=overwrite))
+    assert other.read_text() == "mine"
 
 
 def test_images_of_several_sizes_are_an_error_of_append(tmp_path: Path) -> None:
