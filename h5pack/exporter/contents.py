@@ -424,7 +424,8 @@ def _field(field: str, values: FieldValues, name: Callable[[str], str], lost: li
     data, kind = field_data(values), field_kind(values)
     count = data.size // max(1, len(values))
     if count > _MAX_FIELD_NUMBERS and kind not in schema.TEXT_KINDS:
-        lost.append(f"the field {field!r}, which has {count:,} numbers per row and is not in the table")
+        mean = f"{'' if kind == schema.ARRAY else 'on average '}{count:,}"
+        lost.append(f"the field {field!r}, which has {mean} numbers per row and is not in the table")
         return
     # `h5pack convert` reads integers as int64, or in a column of numbers as uint64 if they are too large for int64.
     is_large = data is values and data.dtype == np.uint64 and int(data.max(initial=0)) >= 2**63

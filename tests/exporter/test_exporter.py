@@ -184,6 +184,7 @@ def test_what_the_manifest_loses_of_lists_is_reported(tmp_path: Path) -> None:
     source = hdf5_file(tmp_path / "f.h5", images=PIXELS[:2], **large, **short)
     report = export(source, tmp_path / "out", **quick(fields=("large", "short")))
     assert [name for line in report.lost for name in ("large", "short") if name in line] == ["large", "short"]
+    assert "on average 4,495 numbers" in report.lost[0]
     assert "[1, 2]" in (tmp_path / "out" / "manifest.csv").read_text()
 
 
