@@ -43,7 +43,7 @@ class PartsFolder:
         """Return the record that the first part made with `agree`; None if no part has started."""
         try:
             agreed: dict[str, Any] = json.loads((self.folder / "job.json").read_bytes())
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         return agreed
 

@@ -35,6 +35,7 @@ from h5pack.sources.hdf5_tables import dataset_source_error
 from h5pack.system.arrays import equal_runs
 from h5pack.system.files import absolute_path
 from h5pack.system.parameters import require_local
+from h5pack.system.text import listed
 
 Rows = npt.NDArray[np.int64]
 _READ_ROWS = 64
@@ -225,7 +226,11 @@ def _content(part: Part) -> dict[str, Any]:
 def table_forms(catalog: Catalog, dtypes: Iterable[Any]) -> dict[str, Any]:
     """Return the kinds of labels and fields; `dtypes` are those of the fields of pixels."""
     columns = catalog.label_names if catalog.labels is not None and catalog.labels.ndim == 2 else None
-    return {"labels": _label_kind(catalog), "the label columns": columns, "the fields": _field_forms(catalog, dtypes)}
+    forms = _field_forms(catalog, dtypes)
+    names = listed([name for name, _ in forms]) or None
+    return {
+        "labels": _label_kind(catalog), "the label columns": columns, "the fields": names, "the types of fields": forms,
+    }  # fmt: skip
 
 
 def _field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tuple[Any, ...]]]:

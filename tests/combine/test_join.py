@@ -236,6 +236,22 @@ def test_fields_get_one_dtype(tmp_path: Path) -> None:
                 np.testing.assert_array_equal(found.reshape(-1), expected.reshape(-1))
 
 
+def test_a_file_with_the_name_of_the_folder_of_parts_is_kept(tmp_path: Path) -> None:
+    found, out = pack(tmp_path, "a", 4, ["x"]), tmp_path / "o.h5"
+    (tmp_path / "o.h5.partial.parts").write_text("mine")
+    with pytest.raises(OutputExistsError):
+        h5pack.join([found, found], out)
+    assert h5pack.join([found, found], out, overwrite=True).images == 8
+    assert (tmp_path / "o.h5.partial.parts").read_text() == "mine"
+
+
+def test_fields_that_only_the_pack_has_are_listed_by_name(tmp_path: Path) -> None:
+    packed, more = records(tmp_path, "a", x=[1], y=[2]), records(tmp_path, "b", x=[1])
+    h5pack.convert(packed, packed.with_suffix(".h5"), **quick(field_columns=["x", "y"]))
+    with pytest.raises(SourceError, match=r"the fields x and y, but .* has x;"):
+        h5pack.append(packed.with_suffix(".h5"), more, **quick(field_columns="x"))
+
+
 @pytest.mark.parametrize("value", [[1, 2], [[1], [2, 2]]])
 def test_a_finished_join_is_complete_only_for_the_same_fields(tmp_path: Path, value: list[Any]) -> None:
     packs = [records(tmp_path, name, field=value) for name in ("a", "b")]
