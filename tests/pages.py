@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from typing import IO
 
@@ -51,13 +52,14 @@ def shell(command: str, printed: Sequence[str] = ()) -> None:
 
 def run(command: str) -> tuple[int, str]:
     """Run lines in bash, or in forked processes, which need not import h5pack; return the exit status and output."""
-    lines = [shlex.split(line, comments=True) for line in command.splitlines()]
-    is_python = all(words[:1] == ["h5pack"] or words[:2] == ["python", "-m"] for words in lines)
-    if not is_python or re.search(r"[$|&;<>]", command):
+    lines = command.splitlines()
+    is_python = all(re.match(r"(h5pack|python -m) ", line) for line in lines)
+    if not is_python or re.search(r"[$|&;<>*?~\\]", command):
         done = subprocess.run(["bash", "-euc", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return done.returncode, done.stdout
     with tempfile.TemporaryFile("w+") as output:
-        codes = (run_module(words if words[0] == "h5pack" else words[2:], output) for words in lines)
+        commands = (shlex.split(line.removeprefix("python -m "), comments=True) for line in lines)
+        codes = (run_module(words, output) for words in commands)
         code = next(filter(None, codes), 0)
         output.seek(0)
         return code, output.read()
@@ -78,6 +80,8 @@ def run_module(words: Sequence[str], output: IO[str]) -> int:
         code = 0
     except SystemExit as stop:
         code = int(stop.code or 0)
+    except BaseException:
+        traceback.print_exc()
     finally:
         sys.stdout.flush()
         os._exit(code)
