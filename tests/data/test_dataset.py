@@ -29,6 +29,7 @@ from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError
 from tests.data import packs
 from tests.data.packs import all_same, same
 from tests.makers import class_folders, pair_folders, quick, save
+from tests.read.files import run_threads
 
 T = TypeVar("T")
 FIELDS = ("boxes", "masks", "weight")
@@ -627,3 +628,22 @@ def test_what_is_no_path_is_refused_by_name(read: Callable[[Any], object], path:
     with pytest.raises(OptionsError) as caught:
         read(path)
     assert caught.value.parameters == ("path",)
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_threads_share_a_dataset(tmp_path: Path, compression: str | None) -> None:
+    data = packs.values()
+    dataset = h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5", compression=compression), with_rows=True)
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        for turn in range(60):
+            indices = random.integers(0, packs.ROWS, int(random.integers(1, 40)))
+            batch = dataset.__getitems__(indices)
+            images, labels, rows = dataset.collate(batch) if turn % 2 else default_collate(list(batch))
+            assert np.array_equal(images.numpy(), data[indices])
+            assert labels.tolist() == rows.tolist() == indices.tolist()
+            if turn % 16 == seed:
+                pickle.dumps(dataset)
+
+    run_threads(8, work)

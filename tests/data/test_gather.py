@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -208,3 +209,24 @@ def test_rows_in_the_page_cache_take_no_private_memory(tmp_path: Path) -> None:
             for (images,) in loader:
                 assert images[0, 0, 0, 0] == 1
         assert private() - before < rows * int(np.prod(shape)) / 4
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_cached_and_other_groups_may_take_turns(tmp_path: Path, streams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same batches come from the mapping, by preadv, and from both in turn."""
+    path = packs.labeled(tmp_path / "f.h5")
+    make_hot(path)
+    order: dict[str, Any] = {"window": 2, "seed": 3, "streams": streams}
+    expected = packs.reference(h5pack.H5Dataset(path), 1, 8, **order)[0]
+    for wanted in ([True], [False], [True, False], [False, False, True]):
+        ready = Mock(side_effect=itertools.cycle(wanted))
+        monkeypatch.setattr("h5pack.read.mapping.MappedDataset.ready", ready)
+        # After a longer pause of the machine, `ready` would be asked again, out of turn.
+        monkeypatch.setattr("h5pack.data.chunk_groups.CHECK_SECONDS", 3600.0)
+        monkeypatch.setattr("h5pack.data.pipeline._MERGED_BYTES", 1)
+        dataset = h5pack.H5Dataset(path)
+        with h5pack.H5Loader(dataset, 8, num_threads=2, **order) as loader:
+            assert packs.all_same(list(loader), expected)
+        assert ready.call_count >= 5
+        assert dataset.stats().rows == packs.ROWS + (-packs.ROWS % streams)
+        assert dataset.stats().amplification == 1.0

@@ -595,3 +595,14 @@ def test_accelerate_does_not_divide_the_rows_of_a_rank(dataset: h5pack.H5Dataset
     with pytest.raises(OptionsError) as refused:
         shares(2)
     assert set(refused.value.parameters) >= {"rank", "num_replicas"}
+
+
+@pytest.mark.parametrize("shuffle", ["window", "full", "chunk", False])
+def test_steps_are_the_same_for_every_number_of_ranks(dataset: h5pack.H5Dataset, shuffle: str | bool) -> None:
+    epochs = []
+    for kind, count in itertools.product(("batches", "rows"), (1, 2, 4)):
+        ranks = elastic(kind, dataset, count, shuffle=shuffle)
+        epochs.append([steps_of(ranks), steps_of(ranks)])
+    assert all(found == epochs[0] for found in epochs)
+    assert [len(step) for step in epochs[0][1]] == [8] * 7 + [4]
+    assert len(set(itertools.chain(*epochs[0][1]))) == 57
