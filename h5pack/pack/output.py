@@ -120,7 +120,7 @@ class Output:
         require_replaceable(self.rejects, *(self.final,) * options.overwrite, writable=False)
         # Count the parts after looking for files. Otherwise, a part that begins in between would look like another run.
         has_unfinished = self.partial.exists() or self.parts.exists()
-        begun_parts = PartsFolder(self.parts).count
+        begun_parts = PartsFolder(self.parts).count if options.in_array_job else 0
         is_complete = self.final.exists() and not self.partial.exists()
         if options.finish and not begun_parts and not is_complete:
             problem = "no part of it was written; write all parts, from part='1/N' to part='N/N', first"

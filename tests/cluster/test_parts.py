@@ -649,3 +649,12 @@ def test_a_part_that_begins_while_another_one_looks_is_no_obstacle(
         output.check(ConvertOptions(part=(1, 2)))
     with pytest.raises(OutputExistsError):
         output.check(ConvertOptions())
+
+
+def test_other_runs_do_not_read_the_record_of_an_array_job(tmp_path: Path) -> None:
+    output = Output(tmp_path / "o.h5")
+    output.parts.mkdir()
+    (output.parts / "job.json").write_bytes(b"damaged")
+    with pytest.raises(OutputExistsError):
+        output.check(ConvertOptions())
+    output.check(ConvertOptions(overwrite=True))
