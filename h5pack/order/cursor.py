@@ -14,8 +14,8 @@ from h5pack.system.parameters import whole_number
 _PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "dataset", "chunk_rows": "dataset"}
 _OF_SPLIT = ("start", "rows")
 _PACK_DIGEST = "pack_digest"
-# The end of the message "the state was saved ...", which is raised if a saved value differs from this order's value:
-# the usual end, and those of keys of saved states that need their own. {saved} and {ours} stand for the two values.
+# The end of the message "the state was saved ...", which is raised if a saved value differs from this order's value.
+# Keys of saved states in `_PROBLEMS` have an end of their own. {saved} and {ours} stand for the two values.
 _PROBLEM = "with {parameter} {saved!r}, but this order has {ours!r}; resume with the same value"
 _PROBLEMS = {
     "streams": f"{_PROBLEM}; to change the number of ranks, give streams= from the first run",

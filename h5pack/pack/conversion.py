@@ -130,7 +130,7 @@ class Conversion:
         journal = Journal(output.journal)
         begins = not journal.folder.exists() and not self.options.finish
         rows_are_missing = journal.written() is None
-        # A journal that is removed loses its plan first.
+        # Without a plan, the journal was being removed: `remove_leftovers` deletes the plan first.
         if self.options.overwrite and (begins or (rows_are_missing and journal.plan() is not None)):
             return None
         if output.parts.exists() and rows_are_missing:

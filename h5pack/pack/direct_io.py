@@ -61,7 +61,8 @@ class RowBuffer:
 class RowFile:
     """An unfinished file to which one worker writes rows; `io` is direct, buffered or auto (see `writes_directly`).
 
-    Two buffers alternate, and are reused, because allocating memory takes longer than filling it.
+    Two buffers alternate, so that one can be filled while the other is written. They are reused, because allocating
+    memory takes longer than filling it.
     """
 
     def __init__(self, path: str, io: str) -> None:

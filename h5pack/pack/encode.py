@@ -159,7 +159,7 @@ def _require_unchanged(task: EncodeTask) -> None:
 def _encode(
     worker: _EncodeWorker, reader: SourceReader, task: EncodeTask, position: int, image: Image
 ) -> list[tuple[int, bytes, int, int]]:
-    """Encode an image and its masks; return field number, bytes, height and width of each, as in `ENCODED_IMAGE`.
+    """Encode an image and its masks; return field number, data, height and width of each (see `ENCODED_IMAGE`).
 
     An image whose file is copied only when rows are written is left out.
     """
@@ -197,7 +197,7 @@ def encode_images(
     assert isinstance(plan, KeptPlan)
     places, reasons = EncodedPlaces(len(plan.catalog), len(plan.catalog.pixel_fields)), {}
     in_parts, resumable = isinstance(executor, SharedResults), not plan.options.in_array_job
-    # The parts of an array job submit all tasks, because their executor returns saved results.
+    # The parts of an array job submit all tasks: their executor returns the saved results of those already done.
     payloads = () if in_parts else pack.journal.payloads(_PREFIX)
     records = [(_data_path(str(path)), EncodedRecord.decode(payload)) for path, payload in payloads]
     for _, record in records:

@@ -61,8 +61,9 @@ class _SampleTask:
 def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) -> float:
     """Return an estimate of the seconds that a conversion takes after the survey.
 
-    The workers decode (and compress) at least two tasks of images each, and more until 0.3 s have passed or an eighth
-    of all images is decoded. With `keep`, this process reads, and encodes or decodes, a few images instead.
+    At least two tasks of images per worker are decoded, and more until 0.3 s have passed or an eighth of all images is
+    decoded. With `compression`, the images are also compressed. With `keep`, this process reads a few images instead,
+    and encodes or decodes them.
     """
     table_seconds = _TABLE_SECONDS_PER_ROW * plan.rows + _FLUSH_SECONDS
     if isinstance(plan, KeptPlan):
@@ -122,8 +123,8 @@ def _copy_seconds(plan: KeptPlan, num_workers: int) -> float:
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield one list of catalog indices per task, in random order.
 
-    A group that the source reads together, such as a chunk, is in one task: all of its images if they are arrays of up
-    to 16 MiB, or up to 256 encoded ones.
+    Images that the source reads together, such as those of a chunk, are in one task: up to 256, or up to 16 MiB of
+    arrays if that is more.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)

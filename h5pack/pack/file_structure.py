@@ -83,7 +83,10 @@ class EncodedMasks:
 
 @dataclass(frozen=True)
 class FileStructure:
-    """The shape, chunks and attributes of the images dataset (with kept files, `/encoded/data`) and its file."""
+    """The shape, chunks and attributes of the images dataset and its file.
+
+    If the pack keeps JPEG files, the images dataset is `/encoded/data`, whose axis 0 counts bytes.
+    """
 
     row_shape: tuple[int, ...]  # (H, W, C) or (C, H, W); () for encoded images
     chunk_rows: int
@@ -138,7 +141,7 @@ def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datas
 
 @dataclass(frozen=True)
 class PackTables:
-    """The data of a pack's tables; labels, fields, filenames and checksums are in the order of its rows."""
+    """The data of a pack's tables. Labels, fields, filenames and checksums have one entry per row, in row order."""
 
     labels: npt.NDArray[Any] | None
     label_names: tuple[str, ...] | None
@@ -165,7 +168,7 @@ Addresses = tuple[npt.NDArray[np.int64], ...]
 def write_structure(
     path: Path, structure: FileStructure, rows: int, tables: PackTables | None, planned_rows: int = 0
 ) -> Addresses:
-    """Write a file without pixels, and return the byte offset of each chunk; without `tables`, it is incomplete.
+    """Write a file without pixels; return the byte offset of each chunk. Without `tables`, mark the file as incomplete.
 
     If there are fields, each dataset first gets chunks for `planned_rows` rows, the number before images were rejected,
     and is then shortened to `rows`. So the chunks of the next datasets keep their addresses.
@@ -259,7 +262,7 @@ def describe_file(file: h5py.File, structure: FileStructure, tables: PackTables 
 def create_file(path: Path, structure: FileStructure) -> Iterator[h5py.File]:
     """Create an empty file without time stamps, so that the same content always produces the same bytes.
 
-    After an OSError, the file is deleted. Errors get the errno that HDF5 reports only in the message.
+    After an OSError or RuntimeError, the file is deleted. An errno in HDF5's message becomes that of an OSError.
     """
     create = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     create.set_obj_track_times(False)
@@ -268,8 +271,9 @@ def create_file(path: Path, structure: FileStructure) -> Iterator[h5py.File]:
     access.set_libver_bounds(version, version)
     access.set_alignment(schema.ALIGNMENT_THRESHOLD_BYTES, schema.ALIGNMENT_BYTES)
     if structure.metadata_bytes:
-        # Without this block, parts of the chunk index would lie between chunks, and their distance would vary. HDF5
-        # allocates axis labels, which encoded images lack, in 4 KiB after the block; then chunks start at a whole MiB.
+        # Without this block, parts of the chunk index would lie between chunks, and the distance between chunks would
+        # vary. HDF5 allocates axis labels, which encoded images lack, in 4 KiB after the block. So the block is 4 KiB
+        # smaller, and the chunks start at a whole MiB.
         access.set_meta_block_size(structure.metadata_block_bytes - (_HEAP_BYTES if structure.row_shape else 0))
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # No other process opens this file, and HDF5's file locking fails on some network file systems.

@@ -89,7 +89,11 @@ class KeptPlan(ConvertPlan):
         return replace(plan, chunks=plan_data_chunks(size), needs_encoding=needs_encoding)
 
     def shard_edges(self) -> list[int]:
-        """See `ConvertPlan`; sizes of masks, and of images to encode, are estimates. Each shard has an image."""
+        """Return the first row of each shard, then the total number of rows.
+
+        The sizes of masks, and of images to encode, are estimates. A shard has at least one image, even if that exceeds
+        `shard_bytes`. Raises OptionsError if `shard_bytes` has no room for any image.
+        """
         size = self.options.shard_bytes
         if size is None:
             return [0, self.rows]

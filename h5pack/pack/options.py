@@ -204,7 +204,7 @@ class ConvertOptions:
 
     @property
     def in_array_job(self) -> bool:
-        """Whether this run writes a part of an array job or finishes the job; both continue only without `resume`."""
+        """Whether this run writes a part of an array job or finishes the job. Neither needs or allows `resume`."""
         return self.finish or self.part is not None
 
     @property

@@ -205,7 +205,8 @@ class Output:
                     shutil.rmtree(path, ignore_errors=True)
                 else:
                     path.unlink(missing_ok=True)
-        # If a kill left `parts` without the journal, the next run would take it for an array job that is surveying.
+        # Remove `parts` before the journal. If a kill left only `parts`, the next run would conclude that an array job
+        # is still surveying images.
         shutil.rmtree(self.parts, ignore_errors=True)
         # Remove the plan first, so that a journal that is removed only in part cannot be taken for an unfinished one.
         with contextlib.suppress(OSError):
@@ -217,7 +218,10 @@ class Output:
         self.new.unlink(missing_ok=True)
 
     def remove_emptied(self) -> None:
-        """Remove folders in which a worker had files open: NFS and FUSE keep such files until they are closed."""
+        """Remove folders that `remove_leftovers` could not, because a worker had files open in them.
+
+        NFS and FUSE keep a removed file under another name until it is closed.
+        """
         if not self.partial.exists():
             for folder in (*self.shards.glob("*.journal"), self.shards, self.journal):
                 # This fails if a folder is not empty, such as that of another conversion that has just begun.
@@ -283,7 +287,7 @@ class OwnerFile:
 
 
 def _process_identity(pid: int) -> dict[str, Any]:
-    """Return what identifies a process: the namespace of process ids, its id and its start time.
+    """Return what identifies a process: its id, the namespace of this id, and its start time.
 
     The start time is None if it is unknown, or if the process has ended. The host name, which may not be unique, is
     only for messages.
@@ -390,9 +394,9 @@ class OutputLock:
         """Replace the file by a copy with a new inode, which no late writer can reach.
 
         A writer on another machine that was given up may only have hung. If it continues, it writes rows at their
-        planned offsets, which does no harm until rows are moved to close gaps. So the file is copied before rows move,
-        and late writes go to the old inode, which no longer has a name. The same holds for an owner that was silent,
-        and then continues to move rows.
+        planned offsets. Another writer has written the same bytes there, so this does no harm until rows are moved to
+        close gaps. So the file is copied before rows move, and late writes go to the old inode, which no longer has a
+        name. The same holds for an owner that was silent, and then continues to move rows.
         """
         self.confirm()
         self._new.unlink(missing_ok=True)

@@ -270,7 +270,7 @@ class ConvertPlan:
         return self.catalog.reject(int(self.row_order.origins[row]), reason)
 
     def require_no_rejects(self, reasons: Mapping[int, str]) -> None:
-        """Raise RejectedImageError if ``strict=True`` and `reasons`, by planned row, is not empty."""
+        """Raise RejectedImageError if ``strict=True`` and there are `reasons`, whose keys are planned rows."""
         for row, reason in reasons.items() if self.options.strict else ():
             refuse_reject(self.source, self.reject(row, reason), self.options, begun=True)
 

@@ -273,7 +273,7 @@ def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
     stored_splits = np.repeat(np.arange(len(splits)), np.diff(file[schema.SPLIT_ROWS][()], axis=1)[:, 0])
     names_of_splits = catalog.split_names
     if val is not None:
-        # Which images `val` moved to its split follows from the options, names, labels and fields.
+        # Do not compare which images `val` moved: that follows from the options, names, labels and fields.
         training = training_split(str(file.filename), catalog, val)
         names_of_splits = divided_names(names_of_splits, training)
         stored_splits = stored_splits - (stored_splits > training)

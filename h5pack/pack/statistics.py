@@ -33,9 +33,10 @@ def sampled_rows(start: int, stop: int, encoded: bool = False) -> npt.NDArray[np
 
 
 def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint64]:
-    """Return the exact sums of a row's values and of their squares, uint64 (2, C); `row` has this `layout`.
+    """Return the exact sums of a row's values and of their squares, uint64 (2, C).
 
-    Lines are summed in small blocks in the CPU cache: summing the row as 64-bit integers would take ten times as long.
+    `row` is (H, W, C) or (C, H, W), depending on `layout`. Lines of pixels are summed in small blocks, which stay in
+    the CPU cache. Summing the whole row with 64-bit integers would take ten times as long.
     """
     last = layout == "nhwc"
     channels = row.shape[2 if last else 0]

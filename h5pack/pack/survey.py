@@ -302,7 +302,7 @@ def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey,
 
 
 def shares(count: int) -> Iterator[slice]:
-    """Divide a number of images among tasks of a survey."""
+    """Yield one slice per task of a survey of `count` images."""
     step = max(min(_TASK_IMAGES, max(1, count // 16)), count // _MAX_TASKS)
     return (slice(start, start + step) for start in range(0, count, step))
 
@@ -386,7 +386,7 @@ def _with_masks(
                 dtypes.append("|u1")
                 continue
             header, mark = reader.survey_mask(number, index, name, task.max_pixels)
-            # If Exif may turn the image, a mask turned by 90 degrees is accepted, and checked when it is decoded.
+            # If Exif may turn the image, a mask turned by 90 degrees is accepted here, and checked when it is decoded.
             if decode_path != DecodePath.PILLOW or (header.height, header.width) != (width, height):
                 require_size(header.height, header.width, height, width)
             marks.append(mark)
@@ -408,7 +408,7 @@ def _jpeg_bytes(reader: SourceReader, index: int, name: str) -> int:
         if head != _JPEG_HEAD:
             return 0
         if tail != _JPEG_TAIL:
-            # The file is whole if other bytes follow the end marker.
+            # Decode the file, because it may be whole although other bytes follow the end marker.
             data = reader.read(index, name)
             assert isinstance(data, bytes)
             row_decoder().pixels(data)

@@ -96,7 +96,10 @@ class DecodedChunks:
         return found
 
     def move(self, key: Hashable, out: npt.NDArray[np.uint8]) -> bool:
-        """Copy the chunk cached under `key` to `out`, which may be shorter, and cache `out` instead; False if none."""
+        """Fill `out` with the first bytes of the chunk cached under `key`, and cache `out` in its place.
+
+        Return False if no chunk is cached under `key`.
+        """
         state = self._own_state()
         with state.lock:
             found = state.chunks.get(key)
@@ -170,7 +173,7 @@ class ChunkDecoder:
         return self._assemble(index, chunk)
 
     def _assemble(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Return all rows of chunk number `chunk` along axis 0, joined from the chunks that hold parts of them."""
+        """Return all rows of chunk number `chunk` along axis 0, joined from the chunks that hold parts of the rows."""
         assert index.chunk_shape is not None
         # Labels of shape (N, 1) have an index of shape (N,), but their chunks still have two axes.
         row_shape, inner = index.row_shape or (1,), index.chunk_shape[1:]
@@ -266,7 +269,10 @@ class SourceFiles:
         self._checked: dict[str, float] = {}
 
     def close(self) -> None:
-        """Empty the cache, and close all files in this process once reads in progress have ended."""
+        """Empty the cache, and close all files in this process once reads in progress have ended.
+
+        The next read opens them again.
+        """
         self.own.storage.close()
         self.own.reader.close()
         self.own.cache.clear()
@@ -307,7 +313,10 @@ class SourceFiles:
             self._checked[index.name] = time.monotonic()
 
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
-        """Return rows like `ChunkDecoder.rows_in_chunk`, also if `index` is virtual or has no codec."""
+        """Return rows like `ChunkDecoder.rows_in_chunk`, also if the dataset is virtual or has no codec.
+
+        The rows of a virtual dataset must be in one of its ranges (see `VirtualIndex`).
+        """
         ((file, source, there),) = index.split_by_source(rows)
         decoder = self.decoder(file)
         if source.codec is not None:

@@ -33,7 +33,7 @@ class MallocBuffer:
     """A buffer allocated by malloc, which filter plugins require because they may free or replace it.
 
     ``np.asarray(buffer)`` is the memory, uint8 (size,), which is freed with the last array that uses it. The buffer
-    takes ownership of the malloc memory at `address`, or allocates new memory.
+    takes ownership of the malloc memory at `address`, or allocates new memory if that is None.
     """
 
     def __init__(self, size: int, address: int | None = None) -> None:
@@ -253,9 +253,10 @@ def is_plugin(number: int) -> bool:
 def decode_plugin(
     number: int, parameters: tuple[int, ...], encoded: MallocBuffer, size: int | None = None
 ) -> MallocBuffer:
-    """Decode a chunk, which must not be used afterwards, by a plugin (see `is_plugin`); raise ValueError on failure.
+    """Decode a chunk with a filter for which `is_plugin` is true; raise ValueError if that fails.
 
-    If `size`, the number of decoded bytes, is given, the sizes that some plugins trust are checked before.
+    `encoded` must not be used afterwards. If `size`, the number of decoded bytes, is given, first check the sizes in
+    the chunk that some plugins trust.
     """
     function = _plugin_function(number)
     assert function is not None
