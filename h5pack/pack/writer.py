@@ -322,6 +322,8 @@ class SampleDecoder:
         """Read an image, its masks and further images, and decode them into their rows."""
         index, name, decode_path, masks = image
         self.image.decode(read_image(reader, index, name), decode_path, row)
+        if not masks:
+            return
         for number, (mask, (kind, decoder), field_row) in enumerate(zip(masks, self._fields, field_rows, strict=True)):
             with naming_mask(mask, kind):
                 source = read_image(reader, index, mask, field=number)
@@ -344,10 +346,12 @@ def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowReco
     sums = {}
     for position, image in enumerate(group.images):
         row = images.row(position).reshape(row_shape)
-        field_rows = [
-            buffer.row(position).view(field.dtype).reshape(field.row_shape)
-            for field, buffer in zip(worker.job.fields, others, strict=True)
-        ]
+        field_rows: list[npt.NDArray[Any]] = []
+        if others:
+            field_rows = [
+                buffer.row(position).view(field.dtype).reshape(field.row_shape)
+                for field, buffer in zip(worker.job.fields, others, strict=True)
+            ]
         try:
             worker.decoder.decode(reader, image, row, field_rows)
         except RejectedImageError as error:
