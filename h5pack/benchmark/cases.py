@@ -165,7 +165,7 @@ class Measurement:
     amplification: float | None = None  # Bytes requested from the file per byte of delivered images; None if unknown.
     hit_rate: float | None = None  # Fraction of rows that are not the first of a visit to their chunk, if known.
     reason: str | None = None  # Why the case, or one of its repeats, was not measured; else None.
-    # Images/s of the ceiling, measured after each repeat with `ceiling_threads` threads; fewer if not always measured.
+    # Images/s of the ceiling with `ceiling_threads` threads, after each repeat; fewer values if some were not measured.
     ceilings: tuple[float, ...] = ()
     turns: tuple[int, ...] = ()  # Number of the turn of each repeat. Only repeats of the same turn are compared.
 
@@ -176,7 +176,7 @@ class Measurement:
 
     @property
     def of_ceiling(self) -> tuple[float, ...]:
-        """The speed of each repeat divided by the ceiling's speed after it; empty unless all of these were measured."""
+        """The speed of each repeat divided by the ceiling's speed after it; empty if any ceiling is missing."""
         matched = len(self.ceilings) == len(self.speeds)
         return tuple(map(operator.truediv, self.speeds, self.ceilings)) if matched else ()
 

@@ -125,7 +125,7 @@ def append(
         _require_no_leftovers(new_path, Output(new_path).partial, Output(path).partial)
     unchanged = CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     made_of = old.options.get("combined", {})
-    # The interrupted call may have replaced the pack already, which then has the new images.
+    # The interrupted call may have replaced the pack already. Then the pack has the new images, which is no error.
     may_have_ended = resume and made_of.get("verb") == "append"
     last = made_of["parts"][-1] if may_have_ended else None
     # Raise an error for a file that is no pack. With overwrite=True, the resumed conversion would replace it.

@@ -265,7 +265,7 @@ def _rejects_path(shard: Path) -> Path:
 
 
 class ShardedConversion(Conversion):
-    """A conversion with the parameters of `h5pack.convert`: into shards if `shard_bytes` is given, else one file."""
+    """Conversion with the parameters of `h5pack.convert`: into shards if `shard_bytes` is given, else into one file."""
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
         """Write all shards and the virtual file; return a report with their totals."""
@@ -308,7 +308,7 @@ class ShardedConversion(Conversion):
                     self._rename(lock, overwrite=True)
 
     def _begin(self, plan: ConvertPlan, lock: OutputLock, before: dict[str, Any] | None) -> None:
-        """Start the journal, or compare the plan with that of the interrupted run, `before`."""
+        """Start the journal, or if `before` is the plan of an interrupted run, require `plan` to be the same."""
         output, journal = self.output, Journal(self.output.journal)
         if before is not None:
             require_same(plan, journal, before)
@@ -318,7 +318,7 @@ class ShardedConversion(Conversion):
             lock.renew()
             # Give the file a size, because `OutputLock.close` would remove an empty one.
             os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
-        # Another program may have removed the folder of an interrupted run. In a new run, it must not have old shards.
+        # A new run needs a new folder, without old shards. An interrupted run's may exist, or have been removed.
         output.shards.mkdir(exist_ok=before is not None)
         if before is None:
             journal.start({**identity(plan), "overwrite": self.options.overwrite}, plan.fingerprints)

@@ -224,7 +224,7 @@ def _content(part: Part) -> dict[str, Any]:
 
 
 def table_forms(catalog: Catalog, dtypes: Iterable[Any]) -> dict[str, Any]:
-    """Return the kinds of labels and fields; `dtypes` are those of the fields of pixels."""
+    """Return, by name, the kind of labels, the label columns and the forms of fields; `dtypes` as in `_field_forms`."""
     columns = catalog.label_names if catalog.labels is not None and catalog.labels.ndim == 2 else None
     forms = _field_forms(catalog, dtypes)
     names = listed([name for name, _ in forms]) or None
@@ -252,11 +252,11 @@ def _has_classes(values: FieldValues) -> bool:
 
 
 def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
-    """Return the catalogs with equal dtypes of fields, as far as no number changes.
+    """Return the catalogs with the values of each field in the dtype of its model, unless that would change numbers.
 
-    The model of a field is the first catalog with entries in it, preferably one with class names. It gives the dtype. A
-    catalog without entries also gets the model's shape of an entry and, if it has no class names itself, whether
-    entries are class numbers.
+    The model is the first catalog in which the field has entries, preferably one with class names. Where a field of
+    ragged rows has no entries, it also takes from the model the shape of an entry and, if it has no class names,
+    whether entries are class numbers.
     """
     fields = [dict(catalog.fields) for catalog in catalogs]
     for name in fields[0]:

@@ -150,7 +150,7 @@ def _of_rows(part: Part, rows: Sequence[int] | str) -> np.ndarray:
 
 
 def _parsed(rows: str, count: int) -> Rows:
-    """Return the row numbers in text such as "0:1000,7123"; raise ValueError for invalid text or rows."""
+    """Return the row numbers in text such as "0:1000,7123"; raise ValueError for invalid text or rows above `count`."""
     ranges = [[int(number) for number in one.split(":")] for one in rows.split(",")]
     if any(len(one) > 2 or not all(0 <= number <= count for number in one) for one in ranges):
         raise ValueError

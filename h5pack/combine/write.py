@@ -163,7 +163,7 @@ def _existing_report(plan: Combination, output: Output) -> CombineReport:
 
 
 def _has_tables(file: h5py.File, plan: Combination) -> bool:
-    """Return whether a pack has the planned file names, splits, labels and fields, and rows with these checksums."""
+    """Return whether a pack has the file names, splits, labels, fields and checksums of rows that are planned."""
     tables, path = plan.tables, schema.field_path
     images, *pixels = (dataset for dataset, _, _ in plan.structure.datasets)
     images = schema.ENCODED if tables.encoded else images

@@ -326,7 +326,8 @@ class SharedBatch(list[torch.Tensor]):
     def reduced(self, tensors: list[torch.Tensor]) -> Any:
         """Mark the segment as sent; return the function and arguments that recreate the tensors in the main process.
 
-        Return None if a tensor was replaced or reshaped since this batch was made, or if the batch is sent already.
+        Return None if a tensor was replaced or reshaped since this batch was made, or if the main process, or a
+        child that it forked, already uses the segment.
         """
         if self._segment.state != _FREE or [_signature(tensor) for tensor in tensors] != self._signatures:
             return None

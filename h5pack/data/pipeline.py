@@ -84,9 +84,9 @@ class Pipeline(BackgroundThreads):
     complete batch, and returns the batch that the consumer gets. The threads come from `idle`, as in
     `BackgroundThreads.start`.
 
-    For cached groups, a task copies up to `block_rows` rows. With a single stream and lane, `max_gathered`, which must
-    not exceed `credits`, is the bound instead of `credits` while such groups are copied. If `can_help` is also true,
-    the consumer's thread copies, too, while it waits, and at most `cpus` threads copy.
+    For cached groups, a task copies up to `block_rows` rows. With a single stream and lane, while such groups are
+    copied, the bound is `max_gathered`, which must not exceed `credits`. If `can_help` is also true, the consumer's
+    thread copies, too, while it waits, and at most `cpus` threads copy.
     """
 
     def __init__(

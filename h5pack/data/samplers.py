@@ -54,7 +54,8 @@ def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArr
 def _callers(module: str) -> Iterator[Any]:
     """Yield the `self` of each call on the stack that runs code of `module`, innermost first; None for functions."""
     for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(1)), _MAX_FRAMES):
-        # Before Python 3.13, `f_locals` keeps a frame's variables alive until the frame returns.
+        # Use `f_locals` only of frames of `module`: before Python 3.13, it keeps a frame's variables alive until the
+        # frame returns.
         if frame.f_globals.get("__name__") == module:
             yield frame.f_locals.get("self")
 

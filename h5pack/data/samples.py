@@ -118,7 +118,7 @@ def batch_type(fields: tuple[str, ...]) -> Any:
 
 
 def new_batch(fields: tuple[str, ...], values: Sequence[Any], shared: Sequence[Any] | None = None) -> Any:
-    """Return a batch of tensors and lists. If a `SharedBatch` has the tensors, it must be `shared`."""
+    """Return a batch of tensors and lists. If the tensors are those of a `SharedBatch`, give it as `shared`."""
     batch = batch_type(fields)(*values)
     if isinstance(shared, SharedBatch):
         batch._shared = shared

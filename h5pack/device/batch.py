@@ -158,14 +158,14 @@ def images_of(batch: Any, image_key: Hashable | None = None) -> torch.Tensor:
 
 
 def with_images(batch: Any, image_key: Hashable | None, images: Any) -> Any:
-    """Return a copy of an unmarked batch in which `images` replaces its images. The other elements are shared."""
+    """Return a copy of a batch with new `images`; the other elements are shared. Call `unmark_echoed` first."""
     if isinstance(batch, torch.Tensor):
         return images
     return with_elements(batch, {_resolve_key(batch, image_key): images})
 
 
 def with_elements(batch: Any, elements: Mapping[Any, Any]) -> Any:
-    """Return a copy of an unmarked batch with some elements replaced: `elements` maps keys or indices to new ones."""
+    """Return a copy of a batch with new `elements`, by key or index; others are shared. Call `unmark_echoed` first."""
     if isinstance(batch, Mapping):
         return _with_values(batch, dict(elements))
     changed = list(batch)

@@ -295,7 +295,7 @@ def with_samplers(loader: Any) -> list[Any]:
 
 
 def _resumable_samplers(loader: Any) -> list[BatchOrder | ChunkSampler]:
-    """Return the samplers of h5pack among a loader and its samplers."""
+    """Return the samplers of h5pack among `with_samplers(loader)`."""
     return [one for one in with_samplers(loader) if isinstance(one, (BatchOrder, ChunkSampler))]
 
 

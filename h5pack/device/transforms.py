@@ -240,7 +240,7 @@ class ImageTransform:
                 continue
             raise OptionsError(
                 f"the transform moves the pixels of the images, but not {what}; give Normalize "
-                f'fields={{{name!r}: "{kind}"}}, or None instead of "{kind}" to leave it unmoved',
+                f'fields={{{name!r}: "{kind}"}}, or None instead of "{kind}" to leave {name!r} unmoved',
                 parameters=("fields",),
             )
         return kinds
@@ -271,7 +271,7 @@ def _call(transform: Callable[..., Any], argument: Any, key: BatchKey | None) ->
 
 
 def _views_of(transform: Any) -> tuple[Any, ...]:
-    """Return the transforms of a `Views`, or the transform itself as the only one."""
+    """Return the transforms of a `Views`, or ``(transform,)`` for any other transform."""
     return transform.transforms if isinstance(transform, Views) else (transform,)
 
 

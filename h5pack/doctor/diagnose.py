@@ -262,7 +262,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return stage in _NEEDED and not (stage is Stage.LOADER and self.target.has_transform)
 
     def _lacks_repeats(self, run: StageRun) -> bool:
-        """Return whether a stage has too few repeats, never failed, and there is time for another repeat."""
+        """Return whether a stage that never failed has too few repeats, and there is time for another."""
         fits = _LEEWAY * run.total_seconds <= self._left()
         return fits and len(run.repeats) < MIN_REPEATS and run.stage not in self.target.reasons
 

@@ -303,7 +303,7 @@ def field_name(path: str) -> str:
 
 
 def require_field_names(where: str, names: Sequence[str], path: str | os.PathLike[str] | None = None) -> None:
-    """Raise OptionsError, whose message begins with `where`, unless fields may have all of these names."""
+    """Raise OptionsError if a name is not allowed for a field, or not unique; its message begins with `where`."""
     for number, name in enumerate(names):
         is_double = name in names[:number]
         if is_double or not is_field_name(name):

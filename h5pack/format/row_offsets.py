@@ -37,11 +37,14 @@ class RowOffsets:
         return self.addresses[chunks] + (rows - chunks * self.chunk_rows) * self.row_bytes
 
     def edges(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the boundaries, int64 (count + 1,), of contiguous rows, in bytes from the offset of row `start` on."""
+        """Return the boundaries of contiguous rows, int64 (count + 1,), in bytes from where row `start` begins."""
         return np.arange(count + 1, dtype=np.int64) * self.row_bytes
 
     def runs(self, rows: npt.NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
-        """Divide ascending rows into contiguous runs of up to `max_bytes`, or one row; yield (first row, count)."""
+        """Divide ascending rows into runs that are contiguous in the file; yield (first row, count) of each.
+
+        A run has at most `max_bytes` bytes, unless a single row has more.
+        """
         if not len(rows):
             return
         max_rows = max(1, max_bytes // self.row_bytes)

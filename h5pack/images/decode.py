@@ -60,7 +60,7 @@ _ENCODER_SLACK_BYTES = 1_024
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 # A message of libtiff begins with the name that Pillow gives to every TIFF file, or with that of a function, such as
-# LZWDecode. The excluded words are the ends of names with which the last line of a Python traceback begins.
+# LZWDecode. Names that end in Error, Exception or Warning are excluded: one begins the last line of a traceback.
 _LIBTIFF = re.compile(rb"(?:tempfile\.tif: |(?=_?[A-Z]\w*(?<!Error)(?<!Exception)(?<!Warning): ))(.+)")
 
 
@@ -174,7 +174,7 @@ def _pillow_header(stream: BinaryIO, max_pixels: int) -> ImageHeader:
 
 
 def upright_of(data: bytes) -> Upright:
-    """Return the upright size and the orientation of the image in a file, which may have any number of pixels."""
+    """Return the upright size and the orientation of the image in a file, however many pixels it has."""
     header = read_header(data, lambda: io.BytesIO(data), MAX_SIDE**2)
     return Upright(header.height, header.width, header.orientation)
 
@@ -415,8 +415,8 @@ def rejecting() -> Iterator[None]:
 def _libtiff_messages() -> Iterator[None]:
     """Keep libtiff, which decodes TIFF files, from writing its messages to standard error.
 
-    If decoding fails, its first message becomes the reason, because it says more than Pillow's error. Other lines that
-    are written to standard error meanwhile are written at the end.
+    If decoding fails, libtiff's first message becomes the reason, because it says more than Pillow's error. Other lines
+    that are written to standard error meanwhile are held back until the end.
     """
     lines: list[bytes] = []
     try:

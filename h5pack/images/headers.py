@@ -137,8 +137,8 @@ def parse_jpeg(head: bytes) -> ImageHeader | None:
 
     Return None if Pillow must parse the file: for other formats, malformed files, an Exif, XMP, MPF or Photoshop
     segment (which may contain an orientation), unusual color spaces or chroma subsampling, 12 bits per channel, and
-    lossless or arithmetic coding. Also return None if `head` ends before the first scan, because such a segment may
-    follow.
+    lossless or arithmetic coding. Also return None if `head` ends before the first scan, because one of these
+    segments may follow.
     """
     global _last_prefix
     # Images of the same size from the same encoder often start with identical bytes up to the first scan, and no later

@@ -50,15 +50,16 @@ class CpuTime:
 
 
 def _children_seconds() -> float | None:
-    """Return the CPU seconds of all descendants of this process; None if the system does not list child processes."""
+    """Return the CPU seconds of all descendants of this process; None if they are unknown."""
     ended = os.times()
     seconds = ended.children_user + ended.children_system
     own = str(os.getpid())
     if not (_PROC / own / "task" / own / "children").exists():
+        # The system does not list child processes, so the CPU seconds of children that still run are not known.
         return None if multiprocessing.active_children() else seconds
     try:
-        # Fields 11 to 14 after the last bracket are the user and system time of the process and of its ended children.
-        # The process name, in brackets, may contain brackets. A process that has ended has no fields.
+        # The process name, in brackets, may contain brackets. Fields 11 to 14 after the last one, counted from 0, are
+        # the user and system time of the process and of its ended children. A process that has ended has no fields.
         stats = [_text(_PROC / child / "stat").rpartition(")")[2].split() for child in set(_descendants(own))]
         ticks = sum(int(ticks) for stat in stats for ticks in stat[11:15])
     except OSError:
@@ -67,7 +68,7 @@ def _children_seconds() -> float | None:
 
 
 def _descendants(process: str) -> Iterator[str]:
-    """Yield the process IDs of all descendants of a process, which has none if it has ended."""
+    """Yield the process IDs of all descendants of a process; none if it has ended."""
     with contextlib.suppress(*_ENDED):
         for thread in (_PROC / process / "task").iterdir():
             for child in _text(thread / "children").split():

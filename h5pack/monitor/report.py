@@ -80,7 +80,7 @@ def _number_text(value: float | None, unit: str = "") -> str:
 
 
 def _new_writer(folder: str | os.PathLike[str]) -> Any:
-    """Return a new SummaryWriter; raise OptionsError if TensorBoard is not installed, or the folder not writable."""
+    """Return a new SummaryWriter; raise OptionsError if TensorBoard cannot be imported or cannot use the folder."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except Exception as error:  # A broken package may raise other errors than ImportError.
