@@ -152,7 +152,7 @@ def _imagecodecs() -> Any:
 
 _CHECKSUM_BYTES = 4
 _FLETCHER_WORDS = 4_096
-"""Words per block of `fletcher32`. The position-weighted sum of so few is exact in a float64."""
+"""Number of words per block of `fletcher32`, few enough that their position-weighted sum is exact in a float64."""
 
 
 def _check_fletcher32(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
@@ -184,7 +184,7 @@ def fletcher32(data: Bytes) -> tuple[int, int]:
     weights = np.stack([np.ones(_FLETCHER_WORDS), np.arange(_FLETCHER_WORDS, 0, -1)], axis=1)
     sums = padded.view(">u2").reshape(blocks, _FLETCHER_WORDS).astype(np.float64) @ weights
     plain, weighted = sums.astype(np.int64).T
-    # The words of the blocks behind a block raise the weights of its words.
+    # `weights` count the words up to the end of a block. A full weight also counts the words of all later blocks.
     behind = np.arange(blocks)[::-1] * _FLETCHER_WORDS % 65_535
     return _folded(int(plain.sum())), _folded(int((weighted + plain % 65_535 * behind).sum()))
 
@@ -211,7 +211,7 @@ _REVERSE = 0x0100
 _MAX_DECODED_BYTES = 1 << 40
 """Larger results are errors: plugins report failures as 0, or as a negative number, which is huge when unsigned."""
 _BITSHUFFLE_WIDTH, _BITSHUFFLE_COMPRESSOR = 2, 4
-"""Indices of the bitshuffle parameters that hold the size of an element in bytes, and select the compressor."""
+"""Indices of two bitshuffle parameters: the size of an element in bytes, and the compressor."""
 _BITSHUFFLE_ELEMENTS = 8
 """Bitshuffle transposes the bits of this many elements at a time."""
 _BITSHUFFLE_WITH_HEADER = (2, 3)

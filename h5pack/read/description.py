@@ -129,7 +129,7 @@ def _describe(
             ragged[name] = index
             continue
         indexes[name] = index
-        # The checksums of encoded images that h5pack did not write are not those of their decoded pixels.
+        # Ignore checksums of encoded images that h5pack did not write: they do not apply to decoded pixels.
         if isinstance(index, EncodedIndex) or not index.is_encoded:
             indexes.update(index_checksums(file, name, rows))
     _require_same_sources(file, indexes, images)
@@ -195,7 +195,7 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
                     row = int(np.searchsorted(index.offsets, row, "right")) - 1
                     start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
                 shift = int(data.shifts[at])
-                # Rows that no mapping covers are fill values. `stored` does not contain them.
+                # Rows without allocated storage are fill values. Those that no mapping covers are not in `stored`.
                 fill = source.index.fill * (stop - start) if source.index.is_empty else b""
                 if crc32(fill or np.ascontiguousarray(stored[start + shift : stop + shift])) != int(checksums[row]):
                     changed = source.file.path

@@ -59,7 +59,10 @@ class RowDecoder(Decoder):
         super().__init__(PixelOptions(0, 0))
 
     def header(self, data: bytes) -> ImageHeader:
-        """Return an image's header, with its upright size; raise RejectedImageError if it is too large or no image."""
+        """Return an image's header, with its upright size.
+
+        Raises RejectedImageError if `data` is not an image, or if the image is too large.
+        """
         return read_header(data, lambda: io.BytesIO(data), MAX_PIXELS)
 
     def pixels(self, data: bytes) -> npt.NDArray[np.uint8]:
@@ -157,7 +160,8 @@ def _require_size(file_row: FileRow, name: str, row: int, size: tuple[int, ...],
 def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: bool = True) -> ChunkIndex:
     """Return the index of a dataset of encoded images, with the shape of decoded pixels, (N, H, W, 3).
 
-    H and W are the size of row 0, which must be decodable, or 0 if `sized` is false, which suffices for reading bytes.
+    H and W are the size of row 0. If `sized` is false, row 0 is not decoded, and H and W are 0, which suffices for
+    reading the bytes. Raises PackFormatError if row 0 cannot be decoded.
     """
     rows = len(dataset)
     height = width = 0
@@ -185,9 +189,10 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedIndex(ChunkIndex):
-    """The locations of the images in a pack's group `/encoded`, or of masks, which a group in `/fields` stores alike.
+    """The locations of the images in a pack's group `/encoded`, or of the masks in a group in `/fields`.
 
-    In the dataset `data`, each row is one byte. Image i consists of its bytes ``offsets[i]`` to ``offsets[i + 1] - 1``.
+    `data` is the index of the group's dataset `data`, in which each row is one byte. Image i consists of the bytes
+    ``offsets[i]`` to ``offsets[i + 1] - 1`` of this dataset.
     """
 
     offsets: npt.NDArray[np.int64]  # (N + 1,), ascending
@@ -247,7 +252,10 @@ class EncodedIndex(ChunkIndex):
         self, storage_of: Callable[[int | None], Storage], out: npt.NDArray[np.uint8], start: int,
         rows: npt.NDArray[np.int64],
     ) -> int:  # fmt: skip
-        """Fill `out`, uint8 (n,), with bytes of `data`, like `Storage.read_into`; messages name the first of `rows`."""
+        """Fill `out`, uint8 (n,), with the bytes of `data` from byte `start` on; return the number of system calls.
+
+        `rows` is used in messages only. Errors are those of `Storage.scatter`.
+        """
         done = calls = 0
         for source, offset, count in self.extents(start, start + len(out)):
             part = out[done : done + count]

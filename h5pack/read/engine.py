@@ -133,7 +133,10 @@ class Engine:
         self.files.close()
 
     def mapped(self, name: str) -> MappedDataset | None:
-        """Return a dataset's rows in a mapping of the files that store them; None if they cannot be mapped."""
+        """Return a dataset's rows in a mapping of the files that store them; None if they cannot be mapped.
+
+        Copy rows only after `MappedDataset.ready` has returned True for them.
+        """
         mapped = self._mapped  # Keep this dict, because `close` in another thread may replace the attribute.
         if name not in mapped:
             # `dict.setdefault` is atomic, so one of two racing threads wins.
@@ -151,7 +154,10 @@ class Engine:
         return None if mapping is None else MappedDataset(index, mapping, None)
 
     def decoded(self, name: str) -> DecodedDataset | None:
-        """Return the array for decoded rows; None if h5pack does not decode them, or all chunks exceed the cache."""
+        """Return the array for decoded rows; None if h5pack does not decode them, or all chunks exceed the cache.
+
+        Copy rows only after `DecodedDataset.ready` has returned True for them.
+        """
         index, decoded = self.indexes[name], self._decoded
         if index.codec is None or index.library_reason is not None or not self.decoded_bytes():
             return None
@@ -207,9 +213,9 @@ class Engine:
         return out  # type: ignore[no-any-return]
 
     def read_batch(self, name: str, rows: npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
-        """Return rows like `read`, but copy several small ones from memory if all are there.
+        """Return rows like `read`, but copy them from memory if all are there, and there are several small ones.
 
-        They are copied from a mapping of the page cache, or from the decoded chunks if all of the file's fit in memory.
+        They are copied from a mapping, or from the decoded chunks if all chunks of the file fit in the cache.
         """
         found = self._copy_cached(name, rows, out)
         return self.read(name, rows, out) if found is None else found
@@ -274,7 +280,7 @@ class Engine:
         return direct and index.row_bytes >= SCATTER_BYTES
 
     def keeps_byte_order(self, index: ChunkIndex) -> bool:
-        """Return whether rows are read by `execute` or `rows_in_chunk`, which keep the stored byte order."""
+        """Return whether loaders read rows by `execute` or `rows_in_chunk`, which keep the stored byte order."""
         return self.can_scatter(index) or self.can_decode(index)
 
     def decoding_bytes(self, num_threads: int, *, keep: bool) -> int:
@@ -308,7 +314,7 @@ class Engine:
         return found.values.view(index.dtype).reshape(-1, *index.row_shape), found.positions
 
     def execute(self, plan: ScatterPlan, first: int = 0, last: int | None = None) -> None:
-        """Read the extents `first` to `last` - 1 of a plan into its `buffers`, whose memory must stay in place."""
+        """Read extents `first` to `last` - 1 of a plan into its `buffers`, whose memory must stay valid meanwhile."""
         last = len(plan.offsets) if last is None else last
         absent = calls = 0
         for extents in plan.by_file(first, last):
@@ -455,7 +461,7 @@ class Engine:
                 )
 
     def prefetch_encoded(self, name: str, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the bytes of encoded rows, int64 (n,), into the page cache, unless HDF5 must read them."""
+        """Start reading rows, int64 (n,), into the page cache if they are encoded images that h5pack reads directly."""
         index = self.indexes[name]
         if isinstance(index, EncodedIndex) and index.library_reason is None:
             found: dict[int | None, list[tuple[int, int]]] = {}

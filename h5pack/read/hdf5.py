@@ -107,7 +107,7 @@ def metadata_problem(error: Exception, damage: str = "its metadata is damaged") 
 
 
 def failed_call(error: Exception) -> str | None:
-    """Return why the system call behind `error` failed, without the details in HDF5's text; None if none failed."""
+    """Return why the system call behind `error` failed, without HDF5's details; None if `error` has another cause."""
     found = re.search(r"errno = (\d+)", str(error))
     number = getattr(error, "errno", None) or (int(found[1]) if found else 0)
     return os.strerror(number) if number else None
@@ -119,9 +119,10 @@ def dataset_error(path: str, name: str, problem: str, rows: Sequence[int] = ()) 
 
 
 def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> int:
-    """Read `rows`, int64 (n,), into `out`, (n, ...); return the number of HDF5 library calls, one per consecutive run.
+    """Read `rows` into `out`; return the number of HDF5 library calls, which is one per run of consecutive rows.
 
-    Raises ReadError if a system call fails, and PackFormatError if the rows cannot be read for another reason.
+    `rows` is int64 (n,), and `out` is (n, ...). Raises ReadError if a system call fails, and PackFormatError if the
+    rows cannot be read for another reason.
     """
     row_shape = dataset.shape[1:]
     if dataset.id.get_create_plist().get_fill_time() == h5py.h5d.FILL_TIME_NEVER:

@@ -33,7 +33,7 @@ class H5Reader:
         return {"path": self.path, "identity": self.identity, "_handles": None}
 
     def read(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> int:
-        """Read numeric rows into `out`, (n, ...), C-contiguous, in native byte order; return the number of calls."""
+        """Read numeric rows by `read_rows`. `out` must be C-contiguous and in native byte order."""
         with self._opened() as handles:
             return read_rows(handles.dataset(name), rows, out)
 

@@ -141,8 +141,11 @@ class FileMapping:
     def load(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
         """Like `ready`, but first read the extents from the disk into the page cache, in blocks of `_BLOCK` bytes.
 
-        Return False if loading fails, or if preadv suits better: if whole blocks load badly here, all rows do not fit
-        into half of the available memory, or less than half of each block is wanted and the files are not small.
+        Return False if loading fails, or if preadv suits better, for one of these reasons:
+
+        - The rows of all files do not fit into half of the available memory.
+        - The extents fill less than half of their blocks, and the files have more than `_SMALL_BYTES` bytes of rows.
+        - The kernel, or the file system of a file, is not known to load whole blocks well.
         """
         blocks, size = self._blocks_of(starts, stops), int((self._stops - self._begins).sum())
         if not self._suits_blocks or size > available_memory() // 2:
@@ -155,9 +158,9 @@ class FileMapping:
         return all_between(starts // _BLOCK, (np.minimum(stops, self._ends[-1]) - 1) // _BLOCK)
 
     def _check(self, wanted: npt.NDArray[np.int64], max_absent: float) -> bool:
-        """Load the blocks `wanted` into the page table, several consecutive ones at a time.
+        """Load the blocks `wanted` into the page table, several consecutive ones per system call.
 
-        Return False on an error, or if more than a share of `max_absent` of such pages is not in the page cache.
+        Return False on an error, or if a larger share than `max_absent` of one call's pages is not in the page cache.
         """
         process, checked = self._checked
         if process != os.getpid():
@@ -210,10 +213,10 @@ class FileMapping:
         return files
 
     def _load(self, number: int, start: int, stop: int, *, loaded: bool, max_absent: float) -> bool:
-        """Load ``bytes[start:stop]``, of file `number`, into the page table, like `_check`.
+        """Load ``bytes[start:stop]``, of file `number`, into the page table; return False on an error.
 
-        Bytes that were `loaded` before and are all still in the page cache are not loaded again: checking them is seven
-        times as fast.
+        Also return False if a larger share than `max_absent` of the pages is not in the page cache. Bytes that were
+        `loaded` before and are all still in the page cache are not loaded again: checking them is seven times as fast.
         """
         share = self._cached_share(number, start, stop)
         if share < 1 - max_absent:
@@ -313,7 +316,7 @@ class MappedDataset:
     def _extents(
         self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return starts and stops, int64 (m,), of the extents of the mapping's `bytes` with rows (see `ready`)."""
+        """Return starts and stops, int64 (m,), of the extents of the mapping's `bytes` that contain the rows."""
         index = self.index
         if self.array is not None and self._files is None:
             return self.offsets(first), self.offsets(last) + index.row_bytes
@@ -345,10 +348,11 @@ class MappedDataset:
 
 
 def _grid_bases(found: Sequence[SourceFile], files: npt.NDArray[np.int64], index: VirtualIndex) -> list[int]:
-    """Return where in `FileMapping.bytes` to map each file: a multiple of `_BLOCK` after the previous file.
+    """Return the index in `FileMapping.bytes` at which to map each file, a multiple of `_BLOCK`.
 
-    If gaps cannot exceed `_MAX_STEP`, choose one that makes the distance between the first rows of any two files a
-    multiple of the row size where possible, so that the rows of all files can form one array.
+    If possible, the distance between the first rows of any two files is a multiple of the row size, so that the rows of
+    all files can form one array. Where this is impossible, or gaps could exceed `_MAX_STEP`, a file begins at the next
+    multiple of `_BLOCK` after the previous file.
     """
     step = math.lcm(_BLOCK, index.row_bytes)
     bases, end, origin = [], 0, 0

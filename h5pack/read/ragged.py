@@ -121,7 +121,7 @@ def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64],
 
 
 def texts_of(engine: Engine, name: str, rows: npt.NDArray[np.int64], found: RaggedRows) -> list[Any]:
-    """Return the texts in `found`; raise DamagedRowsError, which names one of `rows`, if one is malformed."""
+    """Return the texts in `found`, which was read from `rows`; raise DamagedRowsError if a text is malformed."""
     wrong, problem = np.zeros(len(found), np.bool_), "is not UTF-8"
     if found.kind == schema.TEXTS:
         filled = np.flatnonzero(np.diff(found.offsets))
@@ -145,7 +145,10 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def find_field(file: h5py.File, name: str) -> str:
-    """Return the path of a pack's field `name`, or the path `name`; raise PackFormatError if a pack has neither."""
+    """Return the path of a pack's field `name`, or `name` itself if it is a path, not the name of a field.
+
+    Raises PackFormatError if a pack has neither such a field nor such a path.
+    """
     name = name.strip("/")
     own = schema.field_path(name)
     if schema.FORMAT in file.attrs and find_item(file, own) is not None:

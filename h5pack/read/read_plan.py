@@ -40,7 +40,8 @@ def merge_ranges(
 ) -> Iterator[tuple[int, int]]:
     """Divide ascending ranges of items into reads, which may cover small gaps between ranges.
 
-    For each read, yield (first, last): it covers the ranges `first` to `last` - 1.
+    Range i consists of the items ``starts[i]`` to ``stops[i] - 1``. For each read, yield (first, last): it covers the
+    ranges `first` to `last` - 1.
     """
     if len(starts):
         edges = run_edges(starts[1:] - stops[:-1] > MAX_GAP_BYTES // item_bytes)
@@ -150,7 +151,7 @@ def _copy_rows(
     staging: npt.NDArray[np.uint8],
     out: npt.NDArray[np.uint8],
 ) -> None:
-    """Copy rows of `size` bytes: those at byte ``offsets[i]`` of `staging` become ``out[edges[i]:edges[i + 1]]``."""
+    """Copy extents of `size`-byte rows: extent i from ``staging[offsets[i]:]`` to ``out[edges[i]:edges[i + 1]]``."""
     counts = np.diff(edges)
     within = np.arange(edges[-1] - edges[0]) - np.repeat(edges[:-1] - edges[0], counts)
     positions = np.repeat(offsets, counts) + within * size

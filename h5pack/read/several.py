@@ -124,7 +124,7 @@ def _join(packs: Sequence[FileDescription], parts: Sequence[ChunkIndex]) -> Chun
             image_sizes=np.concatenate([part.image_sizes for part in encoded]),
         )
     if first.is_encoded:
-        problem = "holds encoded images of variable length, which can be read from one file only"
+        problem = "holds encoded images, which can be read from several files only if these are packs"
         raise dataset_error(packs[0].path, first.name, f"{problem}; pack the files with 'h5pack convert'")
     whole = replace(first, shape=(rows, *first.row_shape))
     if not rows or not whole.row_bytes:
@@ -171,7 +171,10 @@ def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] |
 
 
 def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
-    """Return the stored file name of each row's original; None if a file has none. A changed file is an error."""
+    """Return the stored file name of each row's original; None if one of the files has no file names.
+
+    Raises PackChangedError if a file was replaced or rewritten since it was described.
+    """
     for source in {SourceFile(pack.path, pack.identity)}.union(*(index.files for index in pack.indexes.values())):
         source.identity.require(source.path)
     found = [""] * len(rows)

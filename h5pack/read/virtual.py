@@ -35,8 +35,8 @@ _MAX_DEPTH = 8
 class _Selection:
     """The elements that a mapping selects in one dataset.
 
-    They are Python integers and not an HDF5 dataspace, because closing a file takes 14 ms while 20,000 dataspaces are
-    alive.
+    The selection is stored as Python integers and not as an HDF5 dataspace, because closing a file takes 14 ms while
+    20,000 dataspaces are alive.
     """
 
     everything: bool
@@ -90,9 +90,10 @@ class _Visited:
 
 
 def files_of(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int = 0) -> frozenset[SourceFile]:
-    """Return a dataset's file and all others that hold its values; raise PackFormatError if one is missing or short.
+    """Return a dataset's file and all other files that hold its values.
 
-    Sources with ``%b`` in their name are left out, because such a name stands for any number of files.
+    Raises PackFormatError if a source of a virtual dataset is missing or too small, or if external storage is cut
+    short. Sources with ``%b`` in their name are left out, because such a name stands for any number of files.
     """
     visited = visited or _Visited()
     key = dataset.file.filename, dataset.name

@@ -39,8 +39,9 @@ class VirtualIndex(ChunkIndex):
     The rows are divided into ranges. A range is a run of rows within one chunk of one source (or about 4 MiB of a
     contiguous source). Ranges replace chunks in the methods inherited from `ChunkIndex`: `chunks_of` returns range
     numbers, and `addresses` holds the byte offset of each range's first row in the source's file, or -1 if the range
-    has no allocated storage or its rows cannot be read directly. Fill values and row numbers in messages are those of
-    the sources. Rows that no mapping covers have a placeholder source without allocated storage.
+    has no allocated storage or its rows cannot be read directly. Fill values, and the row numbers in messages, are
+    those of the sources. Rows that no mapping covers have a placeholder source without allocated storage, with the fill
+    value of the virtual dataset.
     """
 
     starts: Integers  # first row of each range, ascending from 0
@@ -165,7 +166,7 @@ def join_rows(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[
 
 
 def _with_holes(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[MappedRows]) -> Iterator[MappedRows]:
-    """Yield `parts`, and before each the rows that no mapping covers, as a dataset without allocated storage."""
+    """Yield `parts` in order; for rows that none of them covers, yield parts without allocated storage."""
     at = 0
     for part in [*parts, None]:
         stop = index.rows if part is None else part.first
