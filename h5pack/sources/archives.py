@@ -161,7 +161,7 @@ class ArchiveFile:
             raise self.damaged(f"{problem} ({error})") from error
 
     def unreadable(self, name: str, error: OSError) -> SourceError:
-        """Return the error for a failing storage; `name` is that of an image in the archive."""
+        """Return the error to raise if the storage fails while the image `name` is read from the archive."""
         return SourceError.at(self.path, f"{name} cannot be read ({error}); {STORAGE_ADVICE}", "resume=True")
 
     def damaged(self, problem: str) -> SourceError:
@@ -214,12 +214,12 @@ class Members:
     notes: tuple[Note, ...] = ()
 
     def values(self, paths: Iterable[str]) -> npt.NDArray[np.int64]:
-        """Return the values of the members at `paths`, int64 (n, 6)."""
+        """Return the `Member` at each of the paths as a row of an array, int64 (n, 6)."""
         values = chain.from_iterable(map(self.found.__getitem__, paths))
         return np.fromiter(values, np.int64).reshape(-1, len(Member._fields))
 
     def add(self, name: str, member: Member) -> str | None:
-        """Add a member and return its path, or reject it and return None. It replaces a member of the same path."""
+        """Add a member, in place of an earlier one of the same path. Return its path; None if its name is invalid."""
         path = member_path(name)
         if path is None or len(path) > _MAX_NAME_BYTES:
             shown = name[:_MAX_NAME_BYTES].replace("\0", "\\x00")
@@ -262,7 +262,7 @@ class ArchiveReader(SourceReader):
 
     @classmethod
     def of(cls, files: Sequence[ArchiveFile], members: Sequence[npt.NDArray[np.int64]]) -> ArchiveReader:
-        """Return a reader of several archives; ``members[i]``, int64 (M, 6), are those of ``files[i]``."""
+        """Return a reader of `files`, given an array of the members of each, int64 (M, 6), as from `Members.values`."""
         file_ids = np.repeat(np.arange(len(files)), [len(some) for some in members])
         return cls(tuple(files), np.column_stack([np.concatenate(members)[:, :-1], file_ids]))
 
@@ -318,7 +318,7 @@ class ArchiveReader(SourceReader):
         return file
 
     def _unzipped(self, member: Member, count: int | None) -> bytes:
-        """Return the first `count` bytes of a zip file's member; if it is None, all bytes, checked by CRC-32."""
+        """Return the first `count` bytes of a zip file's member; all bytes, checked by CRC-32, if `count` is None."""
         size, stored = member.size, member.stored
         if size > max(_BOMB_BYTES, BOMB_RATIO * stored):
             raise RejectedImageError(
@@ -384,10 +384,10 @@ def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kin
 
 
 def _only_folder(members: Members, kind: str) -> str:
-    """Return the folder that contains all visible members, with a slash; "" if there is none, or if it is to be kept.
+    """Return the folder to strip from all paths, such as "data/": the one that contains all visible members; else "".
 
-    It is kept if it is named like a split, or if `kind` is "classes" or "splits" and it has no subfolders, because then
-    the folder itself is the class or split.
+    Keep the folder if it is named like a split. Also keep it if `kind` is "classes" or "splits" and it has no
+    subfolders, because then the folder itself is the class or split.
     """
     paths = [path for path in members.found if is_visible(path.partition("/")[0])]
     tops = {path.partition("/")[0] if "/" in path else "" for path in paths}

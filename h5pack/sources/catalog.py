@@ -50,7 +50,8 @@ _BLOCK_NAMES = 65_536
 class NameFilter:
     """A filter that selects files by shell patterns, each of which may match a file's name or its path in the source.
 
-    Without patterns in `include`, visible files with an image suffix are selected.
+    If `include` has patterns, all files that match one of them are selected, whatever their suffix; otherwise, visible
+    files with an image suffix. Files that match a pattern of `exclude` are skipped.
     """
 
     include: tuple[str, ...] = ()
@@ -86,7 +87,8 @@ def _matches(relative: str, patterns: tuple[str, ...]) -> bool:
 class NameTable:
     """A compact sequence of many file names: one bytes object, and an offset per name.
 
-    A million names of 30 bytes take 38 MB. A list of str takes 87 MB, which forked processes soon copy.
+    A million names of 30 bytes take 38 MB. A list of str takes 87 MB, and forked processes soon copy it, because Python
+    writes reference counts into it.
     """
 
     def __init__(self, blob: bytes | bytearray, offsets: npt.NDArray[np.int64]) -> None:
@@ -257,7 +259,7 @@ def file_start(path: Path, count: int) -> bytes:
 
 @contextlib.contextmanager
 def _reporting(name: str) -> Iterator[None]:
-    """Turn errors of a file into RejectedImageError if the file is missing or unsuitable, else into SourceError."""
+    """Turn an OSError or ValueError of a file into RejectedImageError, or if the storage fails, into SourceError."""
     try:
         yield
     except H5PackError:
@@ -445,7 +447,7 @@ class Catalog:
         )
 
     def filtered(self, wanted: NameFilter) -> Catalog:
-        """Return a catalog of only the images whose names `wanted` allows, whatever their suffix."""
+        """Return a catalog of the images whose names `wanted` allows, whatever the suffix. Others count as ignored."""
         if not wanted.include and not wanted.exclude:
             return self
         refusals = [None if wanted.allows(name) else str(wanted.refusal(name)) for name in self.names]
@@ -477,7 +479,7 @@ def split_ids(
 ) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
     """Return the `split_names` and `split_ids` of `count` rows, given the rows of each split.
 
-    Rows in no split form a split named "rest". Raise SourceError if splits overlap.
+    Rows in no split form a split named "rest". If splits overlap, raise SourceError; its message begins with `where`.
     """
     if not rows:
         return one_split(count)

@@ -88,7 +88,7 @@ def _table_path(root: Path, stem: str) -> Path | None:
 def _join(
     folder: Path, images: list[str], tables: list[TextTable]
 ) -> tuple[list[str], list[npt.NDArray[np.int64]], list[tuple[str, str]]]:
-    """Return the images with a row in every table, their rows in each table, and (name, reason) of rejects."""
+    """Return the images that have a row in every table, their row numbers in each, and the rejects (name, reason)."""
     keys = [table.column(table.header[0]) for table in tables]
     indexes = [{key: number for number, key in enumerate(some)} for some in keys]
     for table, some, index in zip(tables, keys, indexes, strict=True):
@@ -130,9 +130,10 @@ def _partition(table: TextTable) -> npt.NDArray[np.int32]:
 
 
 def _read(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
-    """Read Kaggle's copy of a table, a CSV file, or the original, delimited by spaces after its first `skip` lines.
+    """Read a table: a CSV file with a header, as in Kaggle's copy, or an original, which is delimited by spaces.
 
-    If `header` is None, the next line names all columns of the original but the first.
+    The first `skip` lines of an original are ignored. `header` names its columns; if it is None, the next line names
+    all but the first.
     """
     if path.suffix == ".csv":
         return read_delimited(path)

@@ -127,7 +127,10 @@ def _short(name: str) -> str:
 
 
 def _image_folder(file: Path, split: str, images: Collection[_Image], top: Path | None) -> Path:
-    """Return the first usual folder, in `top` or else near the annotation file, that contains one of `images`."""
+    """Return the first usual folder that contains one of `images`; just the first one if there are no images.
+
+    The usual folders are in `top`; if it is None, in the annotation file's folder and its parent.
+    """
     parents = (top,) if top is not None else (file.parent.parent, file.parent)
     inner = ((), (split,), ("images", split), (_short(split),), ("images", _short(split)), ("images",))
     folders = [parent.joinpath(*parts) for parts in inner for parent in parents]
@@ -171,7 +174,7 @@ def _add_category(found: _Annotations, category: Any) -> None:
     number = _integer(category["id"])
     name = str(category.get("name", number))
     if found.categories.setdefault(number, name) != name:
-        raise ValueError(f"{number} is named {name!r}, but was named {found.categories[number]!r} before")
+        raise ValueError(f"id {number} is named {name!r}, but was named {found.categories[number]!r} before")
 
 
 def _add_image(entry: Any, images: dict[int, _Image], split: int, known: set[int]) -> None:
@@ -261,7 +264,7 @@ def _fields(found: _Annotations) -> dict[str, FieldValues]:
         ids = sorted(found.categories)
         boxes = [np.array(image.boxes).reshape(-1, 4) for image in found.images]
         fields["boxes"] = RaggedRows.of(schema.BOXES, boxes, np.zeros((0, 4)))
-        # Ids may be beyond int64.
+        # Not an array, because ids may be beyond int64.
         numbers = {label: number for number, label in enumerate(ids)}
         labels = _ragged([[numbers[label] for label in image.labels] for image in found.images])
         fields["box_labels"] = replace(labels, classes=tuple(found.categories[label] for label in ids))

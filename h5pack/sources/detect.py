@@ -143,7 +143,11 @@ def _open_folder(path: Path, kind: str, names: NameFilter) -> Catalog:
 
 
 def _tables(path: Path, found: Listing, names: NameFilter) -> list[str]:
-    """Return the names of the visible tables in a folder, except of suffixes that very many files have."""
+    """Return the names of the manifests and of COCO's annotations in a folder that are visible and not excluded.
+
+    Return none if `include` has patterns. Leave out suffixes that very many files have, because each such file probably
+    annotates a single image.
+    """
     patterns = tuple(suffix_pattern(end) for end in _TABLE_ENDINGS if 0 < found.ignored[f"{end} files"] <= _MAX_TABLES)
     below = walk(str(path), NameFilter(patterns, (".*", *names.exclude))).below("") if patterns else ()
     return [

@@ -212,7 +212,7 @@ def split_words(name: str) -> list[str]:
 
 
 def split_and_role(folder: str) -> tuple[str, str]:
-    """Return the split that a folder's name begins with, or "", and the rest: "train", "masks" for ``train_masks``."""
+    """Return the split that begins a folder's name ("" if none) and the rest: "train", "masks" for "train_masks"."""
     match = _SPLIT_START.fullmatch(folder)
     return (match[1], match[2]) if match is not None else ("", folder)
 
@@ -236,7 +236,10 @@ def flat(found: Listing) -> Catalog:
 
 
 def classes(found: Listing) -> Catalog:
-    """Return a catalog with one class per folder directly below the root, which includes its subfolders."""
+    """Return a catalog with one class per folder directly below the root, even for a folder without images.
+
+    As in torchvision's ImageFolder, a class includes its subfolders.
+    """
     folders = found.subfolders[""]
     if found.folders.get(""):
         advice = "move them into a class, or pack all images without labels with source_kind='flat'"

@@ -351,7 +351,10 @@ def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[s
 
 
 def packing_options(file: h5py.File, name: str, labels: str | None = None) -> dict[str, Any]:
-    """Return the arguments of `convert` that keep images, `labels` (None to detect them, "" for none) and fields."""
+    """Return the keyword arguments with which `convert` keeps the axes, labels and fields of the images in `name`.
+
+    `labels` is the dataset of labels: None to detect it, "" if there are none.
+    """
     images = file[name]
     found: dict[str, Any] = {}
     if schema.FORMAT not in file.attrs:  # `convert` keeps the labels and fields of a pack by default.

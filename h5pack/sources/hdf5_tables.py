@@ -101,7 +101,10 @@ _CORRECT = "correct its names with h5py, or restore the file"  # advice on a pac
 
 
 def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.NDArray[Any], tuple[str, ...] | None]:
-    """Return labels and names: int64 (N,) and class names or None, or uint8 (N, K) and column names."""
+    """Return the labels of N images and names: int64 (N,) with class names or None, or uint8 (N, K) with column names.
+
+    N is `rows`, unless the dataset has another length.
+    """
     dataset = require_dataset(file, name, "labels=NAME")
     values = _read_all(path, dataset, name)
     as_field = f"fields={name!r}"

@@ -165,7 +165,7 @@ def _wrong_column(shard: _Shard, problem: str) -> SourceError:
 
 
 def _members(shard: _Shard, image: str) -> Ints:
-    """Return the values of a `Member` for each image of a shard, (samples, 6)."""
+    """Return the `Member` of each image of a shard as a row of an array, int64 (samples, 6)."""
     if shard.encodings.get(image, "").split(":")[0] not in _IMAGES:
         raise _wrong_column(shard, f"{image!r} is not a column of image files")
     offsets, sizes = shard.extents(image)

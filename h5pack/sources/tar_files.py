@@ -61,7 +61,10 @@ class _Headers:
 
 
 def open_tar(path: Path, scratch: Path) -> tuple[ArchiveFile, Members]:
-    """Open a tar file, decompressed into `scratch` if it is compressed, and return its index."""
+    """Open a tar file and return its index. If it is compressed, decompress it into an unnamed file in `scratch`.
+
+    If it holds only tar files, as ImageNet's does, each of these is treated as a folder.
+    """
     file = ArchiveFile(str(path))
     start = file.read(6, 0)
     if start.startswith((_GZIP, _BZIP2, _XZ, _ZSTD)):
@@ -73,7 +76,10 @@ def open_tar(path: Path, scratch: Path) -> tuple[ArchiveFile, Members]:
 
 
 def _decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
-    """Decompress `stream` into an unnamed file in `folder`, from which `file` reads until this process ends."""
+    """Decompress `stream` into an unnamed file in `folder`, and make `file` read from it.
+
+    The unnamed file disappears with this process.
+    """
     position = 0
     advice = "make room there, or decompress the archive yourself and pack the result"
     with stream, tempfile.TemporaryFile(dir=folder) as target, reporting_disk_errors(folder, advice):
@@ -185,7 +191,7 @@ def _plain_header(block: bytes) -> tuple[str, int] | None:
 
 
 def _add(members: Members, links: dict[str, str], member: tarfile.TarInfo) -> None:
-    """Add a member. If it is a link to resolve later, add its path and that of its target to `links`."""
+    """Add a member. If it is a link to resolve later, map its path to its target's path in `links`."""
     found, target = Member(storing=Storing.SPECIAL), ""
     if member.issparse():
         found = Member(storing=Storing.SPARSE)
@@ -204,7 +210,7 @@ def _add(members: Members, links: dict[str, str], member: tarfile.TarInfo) -> No
 
 
 def _resolve(members: Members, links: dict[str, str]) -> None:
-    """Replace each link by its target, which may be a link, too. `links` are the targets by the paths of the links."""
+    """Replace each link by its target, which may be a link, too. `links` maps each link's path to its target's."""
     for _ in range(_MAX_LINKS):
         for link, target in links.items():
             if members.found[link].storing == Storing.LINK:

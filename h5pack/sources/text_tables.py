@@ -90,7 +90,10 @@ def read_json_lines(path: Path) -> TextTable:
 
 
 def read_delimited(path: Path) -> TextTable:
-    """Read a CSV file (commas, or semicolons if the first line has only these), or a TSV file by its suffix."""
+    """Read a table whose first line names the columns: tab-separated if the suffix is .tsv or .tab, else CSV.
+
+    Semicolons separate the cells of a CSV file whose first line has some, but no comma.
+    """
     texts = list(text_lines(path, newline=""))
     first = texts[0] if texts else ""
     delimiter = "\t" if path.suffix.lower() in (".tsv", ".tab") else ";" if ";" in first and "," not in first else ","
@@ -225,7 +228,7 @@ def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> 
             row = min((cell == "-1", row) for row, cell in enumerate(cells) if not _is_byte(cell))[1]
             raise table.error(
                 row,
-                f"column {column!r} contains {table.column(column)[row]!r}; several label columns must all hold "
+                f"column {column!r} contains {table.column(column)[row]!r}; each of several label columns must hold "
                 f"integers in 0..255 (or -1 and 1){advice or '; correct the column'}",
                 *(("text_columns", "field_columns") if advice else ()),
             )

@@ -27,7 +27,10 @@ _HASH = 2**32
 
 
 def training_split(source: str, catalog: Catalog, val: float) -> int:
-    """Return the index of the only split for training, or 0 if the source has no splits; else raise OptionsError."""
+    """Return the index of the split to divide: the split for training, or 0 if the source has no splits.
+
+    Raise OptionsError if there is not exactly one split for training, or if there already is one for validation.
+    """
     names = catalog.split_names
     if names == one_split(0)[0]:
         return 0
@@ -67,7 +70,7 @@ def require_field(source: str, catalog: Catalog, field: str, names: Collection[s
 
 
 def group_ids(values: FieldValues) -> npt.NDArray[np.int64]:
-    """Return the number of each image's value among the distinct ones, int64 (n,). Missing values are equal."""
+    """Number the distinct values of a field from 0; return each image's number, int64 (n,). NaNs count as equal."""
     if isinstance(values, RaggedRows):
         values = replace(values, data=_with_equal_bytes(values.data))
         rows = [values.row(index).tobytes() for index in range(len(values))]

@@ -43,7 +43,10 @@ class _Samples:
 
 
 def is_webdataset(members: Members) -> bool:
-    """Return whether an image has a ``.cls`` beside it or, if no member is in a folder, a ``.json`` or ``.txt``."""
+    """Return whether a tar file is a WebDataset shard.
+
+    A shard has an image with a ``.cls`` member or, if no member is in a folder, with a ``.json`` or ``.txt`` member.
+    """
     if not any(name.endswith(_TABLE_ENDINGS) for name in members.found):
         return False
     keys: dict[str, set[str]] = {}
@@ -135,7 +138,7 @@ def _add_shard(
 
 
 def _grouped(file: ArchiveFile, members: Members, samples: _Samples) -> dict[str, dict[str, str]]:
-    """Return the paths of each sample's visible members by the endings of their names, by the sample's key."""
+    """Return the paths of the visible members as ``paths[key][ending]``: by sample, then by the ending of the name."""
     grouped: dict[str, dict[str, str]] = {}
     for path in (*members.found, *members.replaced):
         if not all(map(is_visible, path.split("/"))):

@@ -33,7 +33,10 @@ def equal_runs(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the edges of the runs in which every column, int64 (n,), increases by one, as `equal_runs` does."""
+    """Return the edges of the runs in which every column, int64 (n,), increases by one from item to item.
+
+    The edges are those of `run_edges`; ``[0]`` if the columns are empty.
+    """
     if not len(columns[0]):
         return np.zeros(1, np.int64)
     breaks = np.diff(columns[0]) != 1

@@ -63,10 +63,10 @@ _KEEP_SIZE = 1
 
 
 def reserve(path: Path, start: int, count: int) -> None:
-    """Allocate disk space for `count` bytes of a file from byte `start` on; raise OSError if there is no space.
+    """Allocate disk space for `count` bytes of a file from byte `start` on; keep the file's size.
 
-    If that cannot be done, as on macOS and older versions of NFS, only check that there is as much. The file keeps its
-    size, but OSError is also raised if the limit on the size of files would be exceeded.
+    If space cannot be allocated, as on macOS and older versions of NFS, only check that enough is free. Raises OSError
+    if there is too little space, or if the limit on the size of files would be exceeded.
     """
     if not count:
         return
@@ -86,7 +86,10 @@ def reserve(path: Path, start: int, count: int) -> None:
 
 
 def copy_changed(source: int, target: int, start: int, stop: int) -> None:
-    """Copy bytes `start` to ``stop - 1`` of one descriptor's file to that of another; write only pages that differ."""
+    """Copy bytes `start` to ``stop - 1`` of one open file to the same offsets of another; write only pages that differ.
+
+    `source` and `target` are file descriptors.
+    """
     for offset in range(start, stop, _COPY_BYTES):
         count = min(_COPY_BYTES, stop - offset)
         # Treat bytes beyond the end of a file as zeros.
@@ -204,7 +207,8 @@ def sync_path(path: Path) -> None:
 def drop_pages(descriptor: int, start: int = 0) -> None:
     """Flush an open file, then drop its pages from byte `start` on from the page cache, if the system can.
 
-    After a failed flush, Linux treats pages that it could not write as written, so they may differ from the disk.
+    The next read then returns what is on the disk. The dropped pages may differ from that: after a failed flush, Linux
+    treats pages that it could not write as written.
     """
     try:
         os.fsync(descriptor)
