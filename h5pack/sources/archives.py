@@ -386,8 +386,8 @@ def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kin
 def _only_folder(members: Members, kind: str) -> str:
     """Return the folder to strip from all paths, such as "data/": the one that contains all visible members; else "".
 
-    Keep the folder if it is named like a split. Also keep it if `kind` is "classes" or "splits" and it has no
-    subfolders, because then the folder itself is the class or split.
+    Keep the folder if it is named like a split. Also keep it if `kind` is "classes" or "splits" and all members are
+    directly in it, because then the folder itself is the class or split.
     """
     paths = [path for path in members.found if is_visible(path.partition("/")[0])]
     tops = {path.partition("/")[0] if "/" in path else "" for path in paths}
