@@ -169,7 +169,7 @@ class SurveyedImage(NamedTuple):
 class SourceReader:
     """Base class of readers, which fetch the images of a source. Worker processes get a pickled or forked copy."""
 
-    has_labels = False  # whether the labels and fields come with the survey; before, the catalog has none
+    has_labels = False  # whether the labels and fields come with the survey, before which the catalog has none
 
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
         """Return image `index`, either as the bytes of its file or as pixels, uint8 (h, w, 1 or 3).
