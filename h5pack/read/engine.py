@@ -154,7 +154,7 @@ class Engine:
         return None if mapping is None else MappedDataset(index, mapping, None)
 
     def decoded(self, name: str) -> DecodedDataset | None:
-        """Return the array for decoded rows; None if h5pack does not decode them, or all chunks exceed the cache.
+        """Return the array for decoded rows; None if h5pack does not decode them, or the cache cannot hold all chunks.
 
         Copy rows only after `DecodedDataset.ready` has returned True for them.
         """
