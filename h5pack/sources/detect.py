@@ -11,7 +11,7 @@ from pathlib import Path
 from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
 from h5pack.format import schema
 from h5pack.sources.archives import members_catalog, open_zip
-from h5pack.sources.catalog import Catalog, NameFilter, Note, file_start, unused_note
+from h5pack.sources.catalog import Catalog, NameFilter, Note, unused_note
 from h5pack.sources.celeba import attributes_of, celeba, is_celeba
 from h5pack.sources.coco import coco, is_coco
 from h5pack.sources.folders import Listing, arranged, suffix_pattern, walk
@@ -24,6 +24,7 @@ from h5pack.sources.shards import TABLE_SUFFIXES, TAR_SUFFIXES, Shards, find_sha
 from h5pack.sources.tables import tables
 from h5pack.sources.tar_files import open_tar
 from h5pack.sources.webdataset import is_webdataset, webdataset
+from h5pack.system.files import file_start
 from h5pack.system.text import listed
 
 KINDS = (

@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from h5pack.errors import SourceError
 from h5pack.sources.archives import ArchiveFile, ArchiveReader, member_path
-from h5pack.sources.catalog import Catalog, NameFilter, NameTable, file_start
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable
 from h5pack.sources.manifest import IMAGE_COLUMNS, ManifestColumns, with_columns
 from h5pack.sources.shards import Shards
 from h5pack.sources.text_tables import TextTable
+from h5pack.system.files import file_start
 
 INDEX = "index.json"
 _IMAGES = ("jpeg", "png", "bytes")

@@ -38,6 +38,17 @@ _FAILED_STORAGE: set[int] = {
 _COPY_BYTES = 128 * 1024
 
 
+def file_start(path: Path, count: int) -> bytes:
+    """Return the first `count` bytes of a file; b"" if it cannot be read, or is not a regular file."""
+    try:
+        if not path.is_file():  # To open a pipe might wait forever.
+            return b""
+        with path.open("rb") as stream:
+            return stream.read(count)
+    except OSError:
+        return b""
+
+
 def read_all(descriptor: int, count: int, offset: int) -> bytes:
     """Read and return `count` bytes at `offset`, or fewer if the file ends earlier."""
     parts = []
