@@ -142,10 +142,10 @@ def export(
 ) -> ExportReport:
     """Write the images of an HDF5 file as PNG or JPEG files, in one folder per split and class.
 
-    The files get the names stored in the HDF5 file, with the suffix of the export format (the rules are in the
-    documentation of the command). ``manifest.csv`` in `folder` lists the split, labels and fields of every exported row
-    in stored order. The folder appears under the name `folder` only once it is complete. An interrupted call, even one
-    ended by SIGKILL, can be continued with ``resume=True``.
+    The files get the names stored in the HDF5 file, with the suffix of the export format (docs/cli.md has the rules).
+    ``manifest.csv`` in `folder` lists the split, labels and fields of every exported row in stored order. The folder
+    appears under the name `folder` only once it is complete. An interrupted call, even one ended by SIGKILL, can be
+    continued with ``resume=True``.
 
     Parameters
     ----------
