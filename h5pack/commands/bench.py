@@ -16,7 +16,7 @@ _OF_SPEED = (
     "contiguous", "chunk_rows", "chunk_bytes", "orders", "engines", "caches", "compression", "num_threads",
     "num_workers", "seconds", "rows", "num_images", "size", "source_kind", "scratch", "plot",
 )  # fmt: skip
-"""Arguments that are only used to measure speed."""
+"""Arguments that are only used to measure speed, so not with ``--mixing``."""
 
 
 def add(commands: Any) -> None:
@@ -24,12 +24,12 @@ def add(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure which chunk size and settings are fastest on this machine",
-        description="Pack a sample of the images with several chunk sizes, measure how fast the packed files are read, "
-        "and recommend a chunk size. Temporary files are removed.",
+        description="Pack a sample of the images of SOURCE with several chunk sizes, measure how fast the packed files "
+        "are read, and recommend a chunk size. Temporary files are removed.",
     )
     bench.set_defaults(run=run)
     bench.add_argument(
-        "source", nargs="?", metavar="SOURCE", help="a source of 'h5pack convert' (default: generated images)"
+        "source", nargs="?", metavar="SOURCE", help="any source of 'h5pack convert' (default: generated images)"
     )
     add_options(bench, {"--seconds S": "time for the whole benchmark (default 60)"})
     what = bench.add_argument_group("what to compare")
@@ -38,21 +38,23 @@ def add(commands: Any) -> None:
         help="do not measure a contiguous (unchunked) copy of the sample",
     )  # fmt: skip
     add_options(what, {
-        "--chunk-rows A,B": "chunk sizes in rows (default: see --chunk-bytes)",
-        "--chunk-bytes A,B": "chunk sizes in bytes (default: 64KiB to 16MiB, and convert's default)",
-        "--orders A,B": "orders: sequential, window, full, single (one row per call); default: all",
-        "--engines A,B": "readers: direct (H5Loader), tuned (HDF5, tuned cache), default (h5py); default: all",
-        "--cache A,B": "page-cache states: hot (file cached) or cold (not cached); default: both",
+        "--chunk-rows A,B": "chunk sizes in rows (default: the sizes of --chunk-bytes)",
+        "--chunk-bytes A,B": "chunk sizes in bytes (default: 64KiB to 16MiB, and the chunk size of 'h5pack convert')",
+        "--orders A,B": "orders of reading: sequential, window, full or single (one row per call); all if omitted",
+        "--engines A,B": "readers: direct (H5Loader), tuned (HDF5 library with a tuned chunk cache) or default (plain "
+        "h5py); all if omitted",
+        "--cache A,B": "page-cache states: hot (file in the page cache) or cold (not in it); both if omitted",
         "--compression A,B": "compression methods, see 'h5pack convert' (default: none)",
-        "--batch-size A,B": "rows per batch, at most a quarter of the images (default 256)",
-        "--window A,B": "chunks that are shuffled together (default 16)",
+        "--batch-size A,B": "rows per batch (default 256); the first value is reduced to a quarter of the sample's "
+        "rows if it is larger",
+        "--window A,B": "numbers of chunks that are shuffled together (default 16)",
         "--threads A,B": "numbers of H5Loader threads (default: powers of 2 and the CPU count, up to 16)",
         "--workers A,B": "numbers of DataLoader workers (default: as for --threads)",
     })  # fmt: skip
     add_options(bench.add_argument_group("the sample"), {
-        "--rows N": "number of rows (default: as many as time, memory and disk allow, up to 512 MiB)",
-        "--num-images N": "number of images in the dataset to recommend for (default: as in SOURCE; without SOURCE, "
-        "many)",
+        "--rows N": "number of rows of the sample (default: as many as time, memory and disk allow, up to 512 MiB)",
+        "--num-images N": "number of images in the dataset that the recommendation is for (default: the images of "
+        "SOURCE; without SOURCE, a large dataset)",
         "--size HxW": "height and width of every packed image, or one number for a square (default: 224 if sizes "
         "differ)",
         "--source KIND": "kind of SOURCE, see 'h5pack convert' (default: detected)",

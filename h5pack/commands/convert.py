@@ -102,8 +102,8 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
         "--draft": "decode JPEGs at a reduced size, which is faster but changes the pixels",
         "--mode MODE": "channels of packed images: rgb (default) or gray",
         "--layout LAYOUT": "order of axes: nhwc (default, channels last) or nchw",
-        "--keep FORMAT": "jpeg: store the bytes of JPEG files, of any size, instead of pixels; encode other images as "
-        "JPEG once",
+        "--keep FORMAT": "jpeg: store JPEG files instead of pixels; the images may differ in size; images of other "
+        "formats are encoded as JPEG",
         "--max-side N": "with --keep, shrink images whose longer side exceeds N pixels",
         "--quality Q": "with --keep, JPEG quality of images that are encoded, 1 to 100 (default 90)",
         "--max-pixels N": "reject images of more than N pixels as decompression bombs",
@@ -143,7 +143,8 @@ def _add_join(commands: Any) -> None:
     join = commands.add_parser(
         "join",
         help="make one pack of several",
-        description="Make one pack of the rows of several packs, or with --virtual a small file that refers to them.",
+        description="Make one pack of the rows of several packs. With --virtual, make a small file that refers to the "
+        "packs instead of copying their rows.",
     )
     join.set_defaults(run=_run_join)
     join.add_argument("packs", metavar="PACK", nargs="+", help="at least two packs with images of the same kind")
@@ -155,9 +156,9 @@ def _add_join(commands: Any) -> None:
 def _add_subset(commands: Any) -> None:
     subset = commands.add_parser(
         "subset",
-        help="make a pack of some rows of another",
-        description="Make a pack of some rows of another, in the same order. A row is taken if all of --split, "
-        "--classes and --rows allow it.",
+        help="make a pack of some rows of another pack",
+        description="Make a pack of some rows of another pack, in the same order. A row is taken if each of --split, "
+        "--classes and --rows that is given selects it.",
     )
     subset.set_defaults(run=_run_subset)
     subset.add_argument("pack", metavar="PACK")
@@ -215,7 +216,10 @@ def _run_convert(arguments: argparse.Namespace) -> int:
 
 
 def _print_result(report: Any, arguments: argparse.Namespace) -> None:
-    """Print the report of a command that wrote `arguments.out`: as JSON with ``--json``, nothing with ``--quiet``."""
+    """Print the report of a command that wrote `arguments.out`: as JSON with ``--json``, else as text.
+
+    With ``--quiet``, print no text.
+    """
     if arguments.json:
         print(json.dumps(asdict(report), indent=1))
     elif not arguments.quiet:

@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     })  # fmt: skip
     how = doctor.add_argument_group("how to feed it")
     add_options(how, {
-        "--batch-size N": "images per batch, at most a quarter of the images (default: 256)",
+        "--batch-size N": "images per batch (default: 256); reduced to a quarter of all images if it is larger",
         "--threads N": "reading threads of H5Loader (default: 4, or the number of CPUs if that is lower)",
         "--workers N": "use a DataLoader with N workers instead of H5Loader",
         "--window N": "chunks that are shuffled together (default: 16)",
@@ -95,14 +95,18 @@ def _show(text: str) -> None:
 
 
 def load_named(option: str, text: str | None) -> Any:
-    """Return the callable that `text`, MODULE:NAME, names; None for None. The working directory is searched, too."""
+    """Return the callable that `text` (MODULE:NAME) names; None if `text` is None.
+
+    Modules in the working directory are found, too.
+    """
     if text is None:
         return None
     module_name, _, name = text.partition(":")
     if not (module_name and name):
         raise OptionsError(f"{option} {text}: give MODULE:NAME, such as mypackage.models:build")
     if os.getcwd() not in sys.path:
-        # For an installed command, sys.path begins with the command's folder and lacks the working directory.
+        # If h5pack runs as an installed command, sys.path begins with the command's folder, and the working directory
+        # is missing.
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)

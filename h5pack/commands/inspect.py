@@ -62,7 +62,8 @@ def _add_preview(commands: Any) -> None:
     what = preview.add_argument_group("what to show")
     add_splits(what, "show only this split")
     add_options(what, {
-        "--per-class N": "show at most N images per class (default 8, or 32 per split if there are no classes)",
+        "--per-class N": "show at most N images of each class of a split (default 8); without classes, at most N "
+        "images of each split (default 32)",
         "--max-classes N": "show at most N classes per split (default 20)",
         "--seed N": "select rows at random with this seed (default: evenly spaced rows)",
     })  # fmt: skip
@@ -88,7 +89,8 @@ def _add_export(commands: Any) -> None:
     add_options(what, {"--limit N": "export at most N images, evenly spaced in FILE"})
     add_hdf5(what)
     add_options(what, {
-        "--fields A,B": "datasets (one row per image) to write into the manifest (default: all fields of a pack)",
+        "--fields A,B": "further datasets (one row per image) to export: their values into the manifest, masks and "
+        "further images as files (default: all fields of a pack)",
     })  # fmt: skip
     add_options(export.add_argument_group("execution options"), {
         "--format FORMAT": "image format: png (lossless) or jpeg (default: jpeg for a pack that keeps JPEG files, else "
