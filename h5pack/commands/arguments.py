@@ -30,8 +30,11 @@ _PARAMETERS = {
     "--source": "source_kind", "--workers": "num_workers", "--threads": "num_threads", "--cache": "caches",
 }  # fmt: skip
 """For each option that is not named like its parameter: the name of the parameter."""
-WORKERS = {"--workers N": "worker processes (default: one per available CPU)"}
-PROCESSES = {**WORKERS, "--start-method METHOD": "how to start processes: fork, forkserver or spawn"}
+PROCESSES = {
+    "--workers N": "worker processes (default: one per available CPU)",
+    "--start-method METHOD": "how to start worker processes: fork, forkserver or spawn (default: fork if that is safe, "
+    "else forkserver)",
+}
 
 
 def add_options(group: Any, options: dict[str, str], **settings: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from h5pack.commands.arguments import (
     PROCESSES,
-    WORKERS,
     add_hdf5,
     add_options,
     add_splits,
@@ -43,7 +42,7 @@ def add(commands: Any) -> None:
     )
     verify.set_defaults(run=_verify)
     verify.add_argument("file", metavar="FILE")
-    add_options(verify, WORKERS)
+    add_options(verify, {"--workers N": "worker processes, at least 2 (default: one per available CPU)"})
     _add_preview(commands)
     _add_export(commands)
 
