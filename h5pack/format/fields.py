@@ -33,7 +33,7 @@ class RaggedRows:
     def of(cls, kind: str, rows: Sequence[npt.NDArray[Any]], empty: npt.NDArray[Any]) -> RaggedRows:
         """Create rows from arrays (n_i, ...). `empty`, an array (0, ...), sets the dtype and the shape of an entry."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
-        # Convert before joining: NumPy joins int64 and uint64 to float64, which rounds large integers.
+        # Without `dtype`, NumPy would join int64 and uint64 arrays to float64, which rounds large integers.
         data = np.concatenate([empty, *rows], dtype=empty.dtype, casting="unsafe")
         return cls(kind, data, np.append(0, np.cumsum(lengths)))
 
@@ -60,11 +60,15 @@ class RaggedRows:
         return int(self.data.nbytes + self.offsets.nbytes)
 
     def row(self, index: int) -> npt.NDArray[Any]:
-        """Return the entries of a row, (n_i, ...)."""
+        """Return the entries of row number `index`, (n_i, ...)."""
         return self.data[self.offsets[index] : self.offsets[index + 1]]
 
     def values(self) -> list[Any]:
-        """Return each row's array (n_i, ...), str or list of str; raise UnicodeDecodeError if a text is not UTF-8."""
+        """Return a list with one value per row.
+
+        A value is a str for the kind "text", a list of str for the kind "texts", and an array (n_i, ...) for other
+        kinds. Raises UnicodeDecodeError if a text is not UTF-8.
+        """
         edges = self.offsets.tolist()
         if self.kind not in schema.TEXT_KINDS:
             return [self.data[start:stop] for start, stop in itertools.pairwise(edges)]
@@ -91,7 +95,7 @@ def field_kind(values: FieldValues) -> str:
 
 
 def field_data(values: FieldValues) -> npt.NDArray[Any]:
-    """Return the array with the numbers of a field: (N, ...), or the entries of all ragged rows, (M, ...)."""
+    """Return the array that holds a field's values: (N, ...), or, if rows differ in length, all entries, (M, ...)."""
     return values.data if isinstance(values, RaggedRows) else values
 
 
@@ -101,7 +105,10 @@ def field_checksums(values: FieldValues) -> npt.NDArray[np.uint32]:
 
 
 def row_bytes(values: FieldValues) -> npt.NDArray[np.int64]:
-    """Return the bytes that each row of a field takes in a pack, without its checksum, int64 (N,)."""
+    """Return the number of bytes that each row of a field takes in a pack, int64 (N,).
+
+    Includes the row's offset, if the field has offsets, but not the row's checksum.
+    """
     data = field_data(values)
     entry = data.dtype.itemsize * math.prod(data.shape[1:])
     return np.diff(values.offsets) * entry + 8 if isinstance(values, RaggedRows) else np.full(len(data), entry)
@@ -122,17 +129,22 @@ class FieldValueError(ValueError):
 
     def __init__(self, row: int, problem: str, *parameters: str) -> None:
         super().__init__(problem)
-        self.row, self.parameters = row, parameters  # `parameters` are those that the message mentions.
+        self.row, self.parameters = row, parameters  # `parameters` are the names of parameters in the message.
 
 
 def parse_ragged(values: Sequence[Any], kind: str = schema.RAGGED, box_format: str = schema.XYXY) -> RaggedRows:
     """Return lists of numbers, or arrays, as rows of kind `kind`; None counts as an empty list.
 
     Boxes are converted from `box_format` to corners (xyxy). Boxes and keypoints become float64. Values of the kind
-    "ragged" become int64 if all are integers or bools, else float64.
+    "ragged" become int64 if there are numbers and all are integers or bools. Otherwise they become float64.
 
-    Raises FieldValueError if a value is not a list of numbers, if lists differ in depth or in the shape of their
-    entries, if a number of a box or keypoint is not finite, or if a box has a negative width or height.
+    Raises FieldValueError in these cases:
+
+    - A value is not a list of numbers, or contains an integer that does not fit into int64.
+    - Lists differ in depth, or in the shape of their entries.
+    - An entry of a list of boxes does not have 4 numbers, or an entry of a list of keypoints does not have 2 or 3.
+    - A number of a box or keypoint is not finite.
+    - A box has a negative width or height.
     """
     inner: tuple[int, ...] | None = {schema.BOXES: (4,)}.get(kind)
     arrays: list[npt.NDArray[Any] | None] = []
@@ -143,7 +155,7 @@ def parse_ragged(values: Sequence[Any], kind: str = schema.RAGGED, box_format: s
             if inner is None and (kind != schema.KEYPOINTS or array.shape[1:] in ((2,), (3,))):
                 inner = array.shape[1:]
             if array.shape[1:] != inner:
-                wanted = "lists of 2 or 3" if inner is None else _entries_text(inner)
+                wanted = "lists of 2 or 3 numbers" if inner is None else _entries_text(inner)
                 raise FieldValueError(row, f"has {_entries_text(array.shape[1:])} as entries, which must be {wanted}")
             kinds.add(array.dtype.kind)
         arrays.append(array)
@@ -175,18 +187,24 @@ def _numbers_of(row: int, value: Any) -> npt.NDArray[Any] | None:
 
 
 def _is_rounded(value: Any, array: npt.NDArray[Any]) -> bool:
-    """Return whether NumPy made floats of a list of integers, some of them below and some above 2**63."""
+    """Return whether `value` has only integers, but `array`, which NumPy made of it, has floats.
+
+    NumPy does so if some of the integers are below 2**63 and others are not.
+    """
     if isinstance(value, np.ndarray) or array.dtype != np.float64 or not np.abs(array).max(initial=0) >= 2**63:
         return False
     return all(isinstance(number, Integral) for number in np.asarray(value, object).flat)
 
 
 def _entries_text(shape: tuple[int, ...]) -> str:
-    return f"lists of {'x'.join(map(str, shape))}" if shape else "single numbers"
+    return f"lists of {'x'.join(map(str, shape))} numbers" if shape else "single numbers"
 
 
 def is_numeric_dtype(dtype: np.dtype[Any]) -> bool:
-    """Return whether a dtype is bool, or a real number of at most 64 bits. PyTorch has no larger ones (long double)."""
+    """Return whether a dtype is bool, or a real number type of at most 64 bits.
+
+    PyTorch has no larger real numbers, such as NumPy's long double.
+    """
     return dtype.kind in "biuf" and dtype.itemsize <= 8
 
 
@@ -213,10 +231,15 @@ def _corners(boxes: RaggedRows, box_format: str) -> RaggedRows:
 def parse_values(values: Sequence[Any]) -> FieldValues:
     """Return one field's values as rows. Each value is a text, a list of texts, a number, an array, or None.
 
-    If there are texts, `parse_texts` converts all values. Numbers, and arrays of one shape, become an array (N, ...),
-    in which None becomes zeros. Arrays that differ only in length become ragged rows, in which None becomes a row
-    without entries. The dtype is the one to which NumPy promotes the dtypes of all values, but integers alone never
-    become floats. Bools become uint8.
+    - If there are texts, `parse_texts` converts all values.
+    - Numbers, and arrays of one shape, become an array (N, ...), in which None becomes zeros.
+    - Arrays that differ only in length become ragged rows, in which None becomes a row without entries. An empty list
+      counts as such an array, whatever the shape of the other arrays' entries.
+
+    The dtype of numbers is the one to which NumPy promotes the dtypes of all values, with two exceptions:
+
+    - If NumPy would promote values that are all integers or bools to floats, they become int64 or uint64 instead.
+    - If all values are bools, they become uint8.
 
     Raises FieldValueError for values of other types, and for values that cannot be rows of one field.
     """
@@ -228,7 +251,8 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
     first = next(iter(arrays.values()), np.zeros((0,) if given else ()))
     for row, array in arrays.items():
         if not is_numeric_dtype(array.dtype):
-            raise FieldValueError(row, f"is {short_repr(values[row])}, neither texts nor numbers of up to 64 bits")
+            problem = "which is neither text nor numbers of up to 64 bits"
+            raise FieldValueError(row, f"is {short_repr(values[row])}, {problem}")
         beside_lists = not array.ndim and len(arrays) < len(given)
         expected = "others are lists" if beside_lists else f"others have {first.shape}"
         if beside_lists or array.ndim != first.ndim or array.shape[1:] != first.shape[1:]:
@@ -239,7 +263,8 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
         dtype = np.dtype(np.uint64 if max(int(one.max(initial=0)) for one in arrays.values()) >= 2**63 else np.int64)
         for row, array in arrays.items():
             if dtype.kind == "u" and int(array.min(initial=0)) < 0:
-                raise FieldValueError(row, f"is {short_repr(values[row])}, but other integers do not fit into int64")
+                problem = "which does not fit into uint64, but other integers do not fit into int64"
+                raise FieldValueError(row, f"is {short_repr(values[row])}, {problem}")
     if len({array.shape for array in arrays.values()}) < 2 and len(arrays) == len(given):
         fixed = np.zeros((len(values), *first.shape), dtype)
         for row, array in arrays.items():
@@ -263,16 +288,17 @@ def _is_texts(value: Any) -> bool:
 
 
 def parse_texts(values: Sequence[Any]) -> RaggedRows:
-    """Return texts, or lists of texts, as rows. If one value is a list, all must be lists. None counts as empty.
+    """Return texts, or lists of texts, as rows. If one value is a list, all must be lists or None.
 
-    Raises FieldValueError for other values, and for a text with a NUL or an unpaired surrogate.
+    None counts as an empty list if other values are lists, else as an empty text. Raises FieldValueError for other
+    values, and for a text with a NUL or an unpaired surrogate.
     """
     several = any(isinstance(value, (list, tuple)) for value in values)
     rows: list[Any] = []
     for row, value in enumerate(values):
         texts = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
         if several and not isinstance(value, (list, tuple, type(None))):
-            raise FieldValueError(row, f"contains {short_repr(value)}, which is not a list")
+            raise FieldValueError(row, f"contains {short_repr(value)}, which is not a list, but other values are lists")
         for text in texts:
             if not isinstance(text, str):
                 raise FieldValueError(row, f"contains {short_repr(text)}, which is not a text")
@@ -297,13 +323,16 @@ def is_field_name(name: str) -> bool:
 
 
 def field_name(path: str) -> str:
-    """Return the name of the field that a dataset becomes: the last part of its path, with "_" if packs reserve it."""
+    """Return the name of the field that a dataset becomes: the last part of its path.
+
+    If packs reserve that name, "_" is appended, e.g. "labels_".
+    """
     name = os.path.basename(path)
     return f"{name}_" if name in schema.RESERVED else name
 
 
 def require_field_names(where: str, names: Sequence[str], path: str | os.PathLike[str] | None = None) -> None:
-    """Raise OptionsError if a name is not allowed for a field, or not unique; its message begins with `where`."""
+    """Raise OptionsError if a name is not allowed for a field, or not unique. The message begins with `where`."""
     for number, name in enumerate(names):
         is_double = name in names[:number]
         if is_double or not is_field_name(name):

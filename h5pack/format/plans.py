@@ -18,7 +18,7 @@ that a shuffle window (the chunks that are shuffled together) of 16 chunks mixes
 MIN_CHUNKS = 64
 """By default a chunk has at most ceil(n_rows / MIN_CHUNKS) rows, so that a small pack has enough chunks to shuffle.
 
-A pack has fewer than `MIN_CHUNKS` chunks if its chunks would otherwise be too small to start on page boundaries.
+A chunk has more rows if it would otherwise be too small to start on a page boundary.
 """
 
 WHOLE_PAGES_BYTES = 16 * 1024 * 1024
@@ -26,7 +26,7 @@ WHOLE_PAGES_BYTES = 16 * 1024 * 1024
 
 _MAX_NSLOTS = 4_194_304
 HDF5_MAX_CHUNK_BYTES = 2**32 - 1
-"""The largest chunk, in bytes as stored, that HDF5 1.10 reads."""
+"""The maximum size in bytes of a stored (possibly compressed) chunk that HDF5 1.10 can read."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CachePlan:
 
     @property
     def keywords(self) -> str:
-        """The settings as the keyword arguments of `h5py.File`."""
+        """The settings as a text of keyword arguments for `h5py.File`, such as "rdcc_nbytes=0, ..."."""
         return f"rdcc_nbytes={self.nbytes}, rdcc_nslots={self.nslots}, rdcc_w0={self.w0:g}"
 
 
@@ -68,13 +68,14 @@ def plan_chunks(
     start on a page boundary.
 
     With `whole_pages`, chunks also end on a page boundary if possible. Such chunks are adjacent in the file, so that
-    all rows are one array in a mapping of the file. The number of rows changes as follows:
+    all rows are one array in a mapping of the file. Let s be the smallest number of rows that fills whole pages. The
+    number of rows per chunk then changes as follows:
 
-    - A given `chunk_rows` does not change.
-    - Otherwise, the number becomes a multiple of s, the smallest number of rows that fills whole pages. It is rounded
-      down. Without `chunk_bytes`, it is rounded up if less than `schema.ALIGNMENT_THRESHOLD_BYTES` would remain.
-    - A number below s becomes s only if `chunk_bytes` is not given, s rows have at most `WHOLE_PAGES_BYTES` bytes, and
-      the dataset has at least `MIN_CHUNKS` times s rows. Otherwise, it does not change.
+    - `chunk_rows`, if given, does not change.
+    - A number of at least s is rounded down to a multiple of s. If `chunk_bytes` is not given, and the chunk would have
+      less than `schema.ALIGNMENT_THRESHOLD_BYTES` bytes after that, the number is rounded up instead.
+    - A number below s becomes s if `chunk_bytes` is not given, s rows have at most `WHOLE_PAGES_BYTES` bytes, and the
+      dataset has at least `MIN_CHUNKS` times s rows. Otherwise, it does not change.
     """
     if chunk_rows is not None:
         rows = chunk_rows
@@ -126,7 +127,7 @@ def plan_cache(
 
 
 def _hash_range(shape: Sequence[int], chunks: Sequence[int]) -> int:
-    """Return a number of hash slots with which no two chunks of a dataset collide, limited to `_MAX_NSLOTS`.
+    """Return a number of hash slots with which no two chunks of a dataset collide, but at most `_MAX_NSLOTS`.
 
     HDF5 hashes chunk coordinates as ``(s0 << bits1 ^ s1) << bits2 ^ s2 ...`` modulo nslots, where ``bits1`` is the
     rounded-up log2 of the number of chunks along axis 1, and so on (H5D__chunk_hash_val in src/H5Dchunk.c).

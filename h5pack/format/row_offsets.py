@@ -37,13 +37,16 @@ class RowOffsets:
         return self.addresses[chunks] + (rows - chunks * self.chunk_rows) * self.row_bytes
 
     def edges(self, start: int, count: int) -> npt.NDArray[np.int64]:
-        """Return the boundaries of contiguous rows, int64 (count + 1,), in bytes from where row `start` begins."""
+        """Return the boundaries of `count` contiguous rows, of which `start` is the first; int64 (count + 1,).
+
+        The boundaries are in bytes from the beginning of row `start`, so the first one is 0.
+        """
         return np.arange(count + 1, dtype=np.int64) * self.row_bytes
 
     def runs(self, rows: npt.NDArray[np.int64], max_bytes: int) -> Iterator[tuple[int, int]]:
-        """Divide ascending rows into runs that are contiguous in the file; yield (first row, count) of each.
+        """Divide ascending rows into runs that are contiguous in the file; yield (first row, count) of each run.
 
-        A run has at most `max_bytes` bytes, unless a single row has more.
+        A run has at most `max_bytes` bytes. A row that has more is a run by itself.
         """
         if not len(rows):
             return
@@ -58,7 +61,8 @@ class RowOffsets:
 class EncodedOffsets(RowOffsets):
     """Byte offsets of rows of different lengths that follow each other in the file, such as encoded images.
 
-    `addresses` has the byte offset of each row, so `chunk_rows` is 1. `row_bytes` is the mean length of the rows.
+    `addresses` has the byte offset of each row, so `chunk_rows` is 1. `row_bytes` is the mean length of the rows in
+    bytes, rounded down, but at least 1.
     """
 
     ends: npt.NDArray[np.int64]  # (N,): byte offset at which each row ends
@@ -84,7 +88,7 @@ class CheckTask:
     path: str
     start: int  # the first row
     offset: int  # byte offset of the first row
-    edges: npt.NDArray[np.int64]  # boundaries of the rows; see `RowOffsets.edges`
+    edges: npt.NDArray[np.int64]  # boundaries of the rows in bytes from `offset`, as `RowOffsets.edges` returns them
     checksums: npt.NDArray[np.uint32]  # expected CRC-32 of each row
 
     def __str__(self) -> str:
@@ -94,8 +98,11 @@ class CheckTask:
 def check_tasks(
     path: str, offsets: RowOffsets, rows: RowNumbers, checksums: npt.NDArray[np.uint32], max_bytes: int
 ) -> Iterator[CheckTask]:
-    """Yield tasks that check ascending `rows`; `checksums`, uint32 (N,), has one checksum per row of the dataset."""
-    # Dividing rows into runs takes several times the memory of their numbers, so divide some at a time.
+    """Yield tasks that check ascending `rows`; `checksums`, uint32 (N,), has one checksum per row of the dataset.
+
+    A task has at most `max_bytes` bytes. A row that has more is a task by itself.
+    """
+    # Dividing rows into runs takes several times the memory of the row numbers, so divide a block of rows at a time.
     for low in range(0, len(rows), _BLOCK_ROWS):
         for start, count in offsets.runs(row_array(rows[low : low + _BLOCK_ROWS]), max_bytes):
             edges = offsets.edges(start, count)
@@ -103,7 +110,11 @@ def check_tasks(
 
 
 def check_rows(task: CheckTask) -> tuple[int, list[int]]:
-    """Return the number of checked rows, and the rows that cannot be read or do not match their checksums."""
+    """Return the number of checked rows, and the rows that cannot be read or do not match their checksums.
+
+    A row cannot be read if the file ends before it, or if reading it fails with EIO (the disk reports an error). Raises
+    OSError for any other error.
+    """
     descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = read_all(descriptor, int(task.edges[-1]), task.offset)
@@ -111,7 +122,7 @@ def check_rows(task: CheckTask) -> tuple[int, list[int]]:
         if error.errno != errno.EIO:
             raise
         if len(task.checksums) > 1:
-            # Read each row alone to find the unreadable ones.
+            # Read each row alone to find the rows that cannot be read.
             return len(task.checksums), [row for part in _single_rows(task) for row in check_rows(part)[1]]
         data = b""
     finally:

@@ -42,7 +42,8 @@ TEXTS = "texts"
 MASK = "mask"
 IMAGE = "image"
 RAGGED_KINDS = (BOXES, KEYPOINTS, RAGGED, TEXT, TEXTS)
-"""Kinds of fields that are stored as groups of two datasets, `FIELD_DATA` and `FIELD_OFFSETS`."""
+"""Kinds of fields whose rows differ in length. Such a field is a group of two datasets, `FIELD_DATA` and
+`FIELD_OFFSETS`."""
 TEXT_KINDS = (TEXT, TEXTS)
 POINT_KINDS = (BOXES, KEYPOINTS)
 PIXEL_KINDS = (MASK, IMAGE)
@@ -76,16 +77,16 @@ def checksums_path(name: str) -> str:
 
 
 NO_LABEL = -1
-"""The label that is stored for an unlabeled image, in a pack whose other images have labels."""
+"""The label that is stored for an unlabeled image, in a pack in which other images have labels."""
 
-# Chunks of at least this many bytes start on a page boundary. So no two of them share a page, and each can be
+# Chunks of at least this many bytes start on a page boundary. So no two such chunks share a page, and each can be
 # transferred with O_DIRECT and GPUDirect Storage.
 ALIGNMENT_THRESHOLD_BYTES = 65_536
 ALIGNMENT_BYTES = 4_096
 
 
 class FilterId(IntEnum):
-    """The registered numbers of the HDF5 filters that h5pack knows."""
+    """The registered numbers of the HDF5 filters that h5pack itself can decode, some of them by HDF5's plugins."""
 
     GZIP = 1
     SHUFFLE = 2
@@ -98,15 +99,15 @@ class FilterId(IntEnum):
 
 
 STATISTICS_ROWS = 2_048
-"""Statistics use at least this many rows of pixels, unless a split has fewer."""
+"""If rows are pixels, statistics use at least this many rows of a split, or all rows if the split has fewer."""
 
 
 def statistics_step(split_rows: int, encoded: bool = False) -> int:
-    """Return the step between the rows of a split that `/statistics` uses.
+    """Return the step between two successive rows of a split from which `/statistics` is computed.
 
-    All rows of a split with fewer than 4,096 rows are used, and at least 2,048 of a larger one. With `encoded`, fewer
-    rows are used, because decoding a row takes far longer than reading its pixels: at most 128 rows of a split with up
-    to 8,192 rows, and about one row in 64 of a larger split, but at most 1,024.
+    If rows are pixels, all rows of a split with fewer than 4,096 rows are used, and at least 2,048 rows of a larger
+    split. With `encoded`, fewer rows are used, because decoding a row takes far longer than reading its pixels: at most
+    128 rows of a split with up to 8,192 rows, and about one row in 64 of a larger split, but at most 1,024 rows.
     """
     if encoded:
         return max(1, -(-split_rows // max(128, min(1024, split_rows // 64))))
