@@ -1,6 +1,6 @@
-"""The catalog of a source: a list of its images with labels and splits, made before the images are read.
+"""The catalog of a source: a list of its images, with labels, splits and fields, made before the survey.
 
-Afterwards, the survey reads the headers of all images. It finds their sizes, and rejects files that are not images.
+The survey then finds the size of each image, usually from the header of a file. It rejects files that are not images.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ IMAGE_SUFFIXES = frozenset((
 ))  # fmt: skip
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
-RUN_AGAIN = "run again with resume=True (without it for a part of an array job)"
+RUN_AGAIN = "run again with resume=True (but without resume=True in an array job)"
 STORAGE_ADVICE = f"repair the storage, then {RUN_AGAIN}"
 _BLOCK_NAMES = 65_536
 
 
 @dataclass(frozen=True)
 class NameFilter:
-    """A filter that selects files by shell patterns, each of which may match a file's name or its path in the source.
+    """A filter that selects files by shell patterns. A pattern matches a file's name or its path in the source.
 
-    If `include` has patterns, all files that match one of them are selected, whatever their suffix; otherwise, visible
-    files with an image suffix. Files that match a pattern of `exclude` are skipped.
+    If `include` has patterns, the filter selects all files that match one of them, whatever their suffix. If it has
+    none, the filter selects visible files with an image suffix. Files that match a pattern of `exclude` are skipped.
     """
 
     include: tuple[str, ...] = ()
@@ -71,11 +71,11 @@ class NameFilter:
         return None if suffix in IMAGE_SUFFIXES else f"{suffix or 'no suffix'} files"
 
     def allows(self, relative: str) -> bool:
-        """Return whether the patterns allow the path, whatever its suffix."""
+        """Return whether no pattern of `exclude` matches the path, and one of `include` does, if there are any."""
         return not _matches(relative, self.exclude) and (not self.include or _matches(relative, self.include))
 
     def excludes_below(self, folder: str) -> bool:
-        """Return whether one of the patterns, such as ``folder/*``, clearly excludes everything below `folder`."""
+        """Return whether a pattern of `exclude` ends in "*" and matches `folder` + "/", so also all paths below it."""
         return any(pattern.endswith("*") and fnmatchcase(f"{folder}/", pattern) for pattern in self.exclude)
 
 
@@ -85,7 +85,7 @@ def _matches(relative: str, patterns: tuple[str, ...]) -> bool:
 
 
 class NameTable:
-    """A compact sequence of many file names: one bytes object, and an offset per name.
+    """A compact sequence of many file names: one bytes object that holds all names, and the offset of each name.
 
     A million names of 30 bytes take 38 MB. A list of str takes 87 MB, and forked processes soon copy it, because Python
     writes reference counts into it.
@@ -97,7 +97,7 @@ class NameTable:
 
     @classmethod
     def of(cls, names: Iterable[str]) -> NameTable:
-        """Return a table of `names`, which must not contain NUL; surrogate escapes stand for undecodable bytes."""
+        """Return a table of `names`. They must not contain NUL. A surrogate escape stands for an undecodable byte."""
         blob, lengths, remaining = bytearray(), [np.zeros(1, np.int32)], iter(names)
         # Encode block by block, because str objects need several times the memory of the encoded names.
         while block := list(itertools.islice(remaining, _BLOCK_NAMES)):
@@ -159,9 +159,9 @@ class SurveyedImage(NamedTuple):
     """The result of the survey for one image."""
 
     header: ImageHeader
-    fingerprint: int  # a hash of 64 bits that changes if the image changes
+    fingerprint: int  # a 64-bit hash to detect changes, for example of the name, size and time of the image's file
     label: npt.NDArray[Any] | None = None  # None if the sample has no label, or the reader's `has_labels` is false
-    unused: tuple[str, ...] = ()  # names of the other parts of a sample, which are not packed
+    unused: tuple[str, ...] = ()  # names of the parts of a sample that are not packed
     file_bytes: int = 0  # size of the image's file in bytes; 0 if the image has no file of its own
     fields: dict[str, Any] | None = None  # values by field name; None if the reader's `has_labels` is false
 
@@ -169,31 +169,32 @@ class SurveyedImage(NamedTuple):
 class SourceReader:
     """Base class of readers, which fetch the images of a source. Worker processes get a pickled or forked copy."""
 
-    has_labels = False  # whether the labels and fields come with the survey, before which the catalog has none
+    has_labels = False  # whether `survey` returns labels and fields; if true, the catalog has none before the survey
 
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
         """Return image `index`, either as the bytes of its file or as pixels, uint8 (h, w, 1 or 3).
 
-        Raise OSError or SourceError if the storage fails, RejectedImageError (its text says why) for a damaged image.
+        Raise OSError or SourceError if the storage fails, RejectedImageError with the reason if the image is damaged.
         """
         raise NotImplementedError
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
         """Return the size, decode path and fingerprint of image `index`, reading as little of the image as possible.
 
-        Raise SourceError if the storage fails, RejectedImageError (its text says why) if it cannot be packed.
+        Raise SourceError if the storage fails, and RejectedImageError with the reason if the image cannot be packed.
         """
         raise NotImplementedError
 
     def read_field(self, number: int, index: int, name: str) -> bytes | npt.NDArray[Any]:
-        """Return a mask or further image of image `index`: the bytes of a file, or pixels, which are (h, w) for a mask.
+        """Return the mask or further image that belongs to image `index`, as the bytes of a file or as pixels.
 
-        `number` is the index of the field in `Catalog.pixel_fields`, and `name` is from `PixelField.files`.
+        The pixels of a mask are (h, w). `number` is the index of the field in `Catalog.pixel_fields`, and `name` is
+        from the `PixelField.files` of this field.
         """
         return self.read(index, name)
 
     def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:
-        """Return the header and fingerprint of a mask. Arguments are as in `read_field`, errors as in `survey`."""
+        """Return the header and fingerprint of the mask that `read_field` returns. Raise the errors of `survey`."""
         with _reporting(name):
             data = self.read_field(number, index, name)
         if isinstance(data, bytes):
@@ -201,12 +202,12 @@ class SourceReader:
         return MaskHeader(data.shape[0], data.shape[1], data.dtype.str), fingerprint(data.tobytes())
 
     def ends(self, index: int, name: str) -> tuple[bytes, bytes, int]:
-        """Return the first 3 and last 2 bytes of an image's file, and its size in bytes; (b"", b"", 0) for pixels."""
+        """Return the first 3 and last 2 bytes of an image file, and its size in bytes; (b"", b"", 0) for pixels."""
         data = self.read(index, name)
         return (data[:3], data[-2:], len(data)) if isinstance(data, bytes) else (b"", b"", 0)
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return a subset of `indices`: images whose fingerprints show whether any image at `indices` has changed."""
+        """Return the images to survey again, to find out whether any image at `indices` has changed. Default: all."""
         return indices
 
     def uniform_size(self) -> tuple[int, int] | None:
@@ -214,11 +215,11 @@ class SourceReader:
         return None
 
     def fingerprints(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Return the fingerprints of images, uint64 (n,). Call this only if `uniform_size` returns a size."""
+        """Return the fingerprints of images, uint64 (n,). Call only if `uniform_size` is not None."""
         raise NotImplementedError
 
     def uniform_mask_dtypes(self) -> list[str]:
-        """Return the dtype of each field in `Catalog.pixel_fields`. Call this only if `uniform_size` returns a size."""
+        """Return the dtype, e.g. "|u1", of each of `Catalog.pixel_fields`. Call only if `uniform_size` is not None."""
         return []
 
     def begin(self, indices: Sequence[int]) -> None:
@@ -233,7 +234,7 @@ class SourceReader:
         return self
 
     def paths(self) -> Iterable[str]:
-        """Return the absolute paths of the archives, tables or HDF5 files that hold images; none for image files."""
+        """Return the absolute paths of archives, tables and HDF5 files with the data to pack; none for image files."""
         return ()
 
     def sample_index(self, index: int) -> int | None:
@@ -258,7 +259,7 @@ def _survey_error(name: str, error: OSError | ValueError) -> H5PackError:
 
 @contextlib.contextmanager
 def _reporting(name: str) -> Iterator[None]:
-    """Turn an OSError or ValueError of a file into RejectedImageError, or if the storage fails, into SourceError."""
+    """Turn an OSError or ValueError into RejectedImageError or, if the storage fails, into SourceError."""
     try:
         yield
     except H5PackError:
@@ -294,7 +295,7 @@ class FileReader(SourceReader):
             os.close(descriptor)
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
-        try:  # `_reporting` takes 1 us for each image.
+        try:  # The context manager `_reporting` would take 1 us for each image.
             head, size, modified = self.head(name)
             header = read_header(head, lambda: self.open(name), max_pixels)
         except H5PackError:
@@ -357,7 +358,7 @@ MISSING_FILE_REASONS = frozenset(_MISSING_FILE_REASONS.values())
 
 @dataclass(frozen=True)
 class Reject:
-    """An image that is not packed: its name relative to the source, and a reason that is the same in every run."""
+    """An image that is not packed: its name, and the reason, whose text must be the same in every run."""
 
     name: str
     reason: str
@@ -384,7 +385,7 @@ class Catalog:
 
     kind: str  # one of `h5pack.sources.detect.KINDS`, or "dataset"
     reader: SourceReader
-    names: NameTable  # (M,), relative to the source
+    names: NameTable  # (M,), for image files: paths that `FileReader` opens, usually relative to its `root`
     split_names: tuple[str, ...]  # at least one; ("all",) for a source without splits
     split_ids: npt.NDArray[np.int32]  # (M,), index into `split_names`
     labels: npt.NDArray[Any] | None = None  # int64 (M,), or uint8 (M, K) with K labels per image
@@ -392,9 +393,9 @@ class Catalog:
     fields: dict[str, FieldValues] = field(default_factory=dict)  # by field name: array (M, ...), or M ragged rows
     pixel_fields: tuple[PixelField, ...] = ()
     rejects: tuple[Reject, ...] = ()  # found before the survey, e.g. images that lack a mask
-    ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files or samples, by category
+    ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files, folders or samples, by category
     notes: tuple[Note, ...] = ()
-    # Height and width of each image according to its annotations, int32 (M, 2); 0 if unknown. None without annotations.
+    # COCO only: height and width of each image according to its annotations, int32 (M, 2), or 0 if unknown.
     annotated_sizes: npt.NDArray[np.int32] | None = None
     about: str = ""  # text that the plan shows after the kind, e.g. the datasets, columns or folders in use
 
@@ -427,7 +428,7 @@ class Catalog:
         return {"images": len(self), "names": self.names.checksum, "tables": self.tables_checksum()}
 
     def field_texts(self) -> list[str]:
-        """Return a phrase for each field, such as "field boxes (boxes)"."""
+        """Return a phrase for each of `fields`, such as "field crowd (ragged)"."""
         kinds = {name: field_kind(values) for name, values in sorted(self.fields.items())}
         return [f"field {name}" + (f" ({kind})" if kind != ARRAY else "") for name, kind in kinds.items()]
 
@@ -454,14 +455,14 @@ class Catalog:
         return self if len(kept) == len(self) else replace(self.take(np.array(kept, np.int64)), ignored=dict(ignored))
 
     def limited(self, limit: int) -> Catalog:
-        """Return a catalog of at most `limit` evenly spaced images; if images are left out, so are the rejects."""
+        """Return a catalog of at most `limit` evenly spaced images. If images are left out, all rejects are, too."""
         if len(self) <= limit:
             return self
         return replace(self.take(np.arange(limit, dtype=np.int64) * len(self) // limit), rejects=())
 
 
 def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) -> tuple[Note, ...]:
-    """Return a note that `names` are not packed; () if there are none. `kind` says what they are, such as "columns"."""
+    """Return one note that `names` are not packed, or () if `names` is empty. `kind` is, for example, "columns"."""
     if not names:
         return ()
     return (Note(f"not packed: {kind} {first_names(names)}; {advice}", parameters),)
