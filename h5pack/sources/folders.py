@@ -27,21 +27,21 @@ class Listing:
     """The selected files and the visible folders below a root, which is a folder or an archive."""
 
     root: str  # path of the folder or archive
-    # The sorted names of each folder's selected files, by folder relative to the root ("" is the root). The names are
-    # joined into one string by NUL, which no name contains, so that a million names are not a million objects.
+    # The keys are folders with selected files, relative to the root ("" is the root). Each value is the sorted names of
+    # a folder's selected files, joined into one string by NUL, because a million str objects would take much memory.
     folders: dict[str, str] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)  # the keys of `folders`, sorted
-    ignored: Counter[str] = field(default_factory=Counter)  # skipped files and folders by category
-    # The sorted names of each folder's visible subfolders, including empty ones.
+    ignored: Counter[str] = field(default_factory=Counter)  # numbers of skipped files and folders, by category
+    # By path of a folder relative to the root: the sorted names of its visible subfolders, including empty ones.
     subfolders: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    top: str = ""  # path of the root relative to the source; "" if it is the source
+    top: str = ""  # path of the root relative to the source; "" if the root is the source
 
     def names(self, folder: str) -> list[str]:
         """Return the sorted names of the selected files in `folder`, without its path."""
         return self.folders[folder].split("\0")
 
     def counts(self, top: str) -> dict[str, int]:
-        """Return the number of selected files in each folder in and below `top`, in the order of `below`."""
+        """Return the numbers of selected files directly in `top` and in each folder below, by folder, sorted."""
         return {folder: self.folders[folder].count("\0") + 1 for folder in self._folders_below(top)}
 
     def below(self, top: str) -> Iterator[str]:
@@ -52,11 +52,11 @@ class Listing:
                 yield lead + name
 
     def filled(self, top: str = "") -> list[str]:
-        """Return the names of the folders in `top` that have selected files in or below them."""
+        """Return the names of the subfolders of `top` that have selected files, directly or in deeper folders."""
         return [name for name in self.subfolders[top] if self._folders_below(os.path.join(top, name))]
 
     def inside(self, top: str) -> Listing:
-        """Return the listing whose root is the folder `top`; it has the same `ignored`."""
+        """Return the listing of the folder `top`, which becomes the root. `ignored` still counts the whole listing."""
         start = len(top) + 1
         found = Listing(os.path.join(self.root, top), ignored=self.ignored, top=os.path.join(self.top, top))
         found.order = [folder[start:] for folder in self._folders_below(top)]
@@ -76,8 +76,10 @@ class Listing:
 def walk(root: str, names: NameFilter, top: str = "") -> Listing:
     """Find all files that the filter `names` selects in the folder `top` of `root` and its visible subfolders.
 
-    The order does not depend on the file system. Links to files and folders are followed, except loops of links. Raise
-    SourceError if a folder or link cannot be read, unless the filter excludes everything below that folder.
+    The order does not depend on the file system. Links to files and folders are followed, but not a link that leads
+    back to a folder above it.
+    Raise SourceError if a folder or link cannot be read and is not excluded, or if links lead to a folder on too many
+    paths.
     """
     found = Listing(root)
     stack: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]
@@ -92,12 +94,12 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
                 found.ignored["loops of links"] += 1
                 continue
             visits[identity] += 1
-            if visits[identity] > _MAX_VISITS:  # A few folders of links to each other have billions of paths.
-                problem = f"links lead here on over {_MAX_VISITS:,} paths; remove some of them"
+            if visits[identity] > _MAX_VISITS:  # A few folders with links to each other have billions of paths.
+                problem = f"links lead here on over {_MAX_VISITS:,} paths; remove some of the links"
                 raise SourceError.at(os.path.realpath(path), problem)
             wanted, below = _list_folder(path, folder, names, found.ignored)
         except OSError as error:
-            # A link that cannot be followed may lead to a file, which a pattern excludes by its name.
+            # A link that cannot be followed may stand for a file, so a pattern may exclude it by its own name.
             is_excluded = os.path.islink(path) and not NameFilter((), names.exclude).allows(folder)
             if is_excluded or names.excludes_below(folder):
                 found.ignored["excluded folders"] += 1
@@ -160,17 +162,17 @@ def _list_folder(path: str, folder: str, names: NameFilter, ignored: Counter[str
 
 
 def is_visible(name: str) -> bool:
-    """Return whether a folder of this name is listed."""
+    """Return whether a folder of this name is listed: not "__MACOSX", and not a name with a leading dot."""
     return not name.startswith(".") and name != "__MACOSX"
 
 
 def suffix_pattern(suffix: str) -> str:
-    """Return a pattern of the names that end in a suffix, in lower or upper case."""
+    """Return a shell pattern for names that end in `suffix` (lower case), in any case: "*.[pP][nN][gG]" for ".png"."""
     return "*" + re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", suffix)
 
 
 def is_path(text: str) -> bool:
-    """Return whether a text can be the path of a file: not empty, and without NUL and unpaired surrogates."""
+    """Return whether a text can be the path of a file: not empty, without NUL, and encodable as a file name."""
     try:
         return bool(text) and b"\0" not in os.fsencode(text)
     except UnicodeEncodeError:
@@ -178,7 +180,10 @@ def is_path(text: str) -> bool:
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Return whether an entry is a folder or a link to one, or, because it may be one, a link that cannot be read."""
+    """Return whether an entry is a folder or a link to a folder.
+
+    If the system does not allow to follow a link, assume that the link leads to a folder.
+    """
     try:
         return entry.is_dir()
     except OSError as error:
@@ -196,7 +201,7 @@ _SPLIT_START = re.compile(f"({'|'.join(sorted(_SPLIT_RANKS, key=len, reverse=Tru
 
 
 def split_rank(name: str) -> int:
-    """Return 0, 1 or 2 if words in a split's name say training, validation or test; 3 if none or several of these."""
+    """Return the rank of a split by the words in its name: 0 training, 1 validation, 2 test, 3 none or several."""
     ranks = {_SPLIT_RANKS[word.lower()] for word in split_words(name)}
     return ranks.pop() if len(ranks) == 1 else 3
 
@@ -207,18 +212,18 @@ def is_split_name(name: str) -> bool:
 
 
 def split_words(name: str) -> list[str]:
-    """Return the words of a name that denote a split, such as "train" in ``train2017``, ``trainA`` and ``x-train``."""
+    """Return those words of a name that denote a split, such as "train" in ``train2017``, ``trainA`` or ``x-train``."""
     return [word for word in re.findall("[A-Z]?[a-z]+|[A-Z]+", name) if is_split_name(word)]
 
 
 def split_and_role(folder: str) -> tuple[str, str]:
-    """Return the split that begins a folder's name ("" if none) and the rest: "train", "masks" for "train_masks"."""
+    """Return the split at the start of a folder's name, or "", and the rest: "train", "masks" for "train_masks"."""
     match = _SPLIT_START.fullmatch(folder)
     return (match[1], match[2]) if match is not None else ("", folder)
 
 
 def split_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the distinct split names in the order of a pack: training, validation, test, then others; ties by name."""
+    """Return the distinct names in the order of a pack: training, validation, test, others; ties in order of name."""
     return tuple(sorted(set(names), key=lambda name: (split_rank(name), name)))
 
 
@@ -236,9 +241,9 @@ def flat(found: Listing) -> Catalog:
 
 
 def classes(found: Listing) -> Catalog:
-    """Return a catalog with one class per folder directly below the root, even for a folder without images.
+    """Return a catalog with one class for each folder directly in the root, including folders without images.
 
-    As in torchvision's ImageFolder, a class includes its subfolders.
+    As in torchvision's ImageFolder, a class includes the images in deeper folders.
     """
     folders = found.subfolders[""]
     if found.folders.get(""):
@@ -258,13 +263,13 @@ def classes(found: Listing) -> Catalog:
 
 
 def _deeper_note(found: Listing, folders: list[str]) -> tuple[Note, ...]:
-    """Return a note if some of the class folders have images only in several folders below them."""
+    """Return a note if class folders have no images of their own, but images in several deeper folders."""
     deeper = [folder for folder in folders if folder not in found.folders and len(found.counts(folder)) > 1]
     if not deeper:
         return ()
     some = ", ".join(map(repr, [*found.counts(deeper[0])][:2]))
     text = f"classes whose images are in several deeper folders: {len(deeper):,}, such as {deeper[0]!r} ({some})"
-    return (Note(f"{text}; if the deeper folders are the classes, name them in a table and pack that"),)
+    return (Note(f"{text}; if the deeper folders are the classes, pack a manifest that names the class of each image"),)
 
 
 # Usual names of folders of images and of folders of their masks, in lower case and without "_" and "-".
@@ -277,14 +282,14 @@ TARGET_FOLDERS = frozenset((
     "anno", "annot",
 ))  # fmt: skip
 _MAX_VISITS = 10_000  # of one folder, by different paths
-# The limits of `mask_beside_image`: the number of folders, and the length of the joined file names in each folder.
+# The limits of `mask_beside_image`: the number of folders, and the number of characters of a folder's file names.
 _PROBED_FOLDERS, _PROBED_LENGTH = 100, 4096
 
 
 def _refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
     """Raise SourceError if two folders, such as "train" and "train_masks", are named like images and their masks.
 
-    `kind`, "classes" or "splits", is what they would otherwise be packed as.
+    `kind`, "classes" or "splits", is the kind of source that the folders would otherwise be packed as.
     """
     images = next((folder for folder in folders if is_named(folder, IMAGE_FOLDERS)), None)
     targets = next((folder for folder in folders if is_named(folder, TARGET_FOLDERS)), None)
@@ -301,14 +306,14 @@ def _refuse_pairs(found: Listing, folders: list[str], kind: str) -> None:
 
 
 def _masks_error(root: str, doubt: str, pattern: str, kind: str) -> SourceError:
-    """Return the error for masks among images; `pattern` matches the masks, and `kind` packs both as images."""
+    """Return the error for masks among images. `pattern` matches the masks. With `kind`, both are packed as images."""
     ways = "source_kind='pairs'", f"exclude={pattern!r}", f"source_kind={kind!r}"
     advice = "pack them as pairs with {}, leave the masks out with {}, or pack both as images with {}".format(*ways)
     return SourceError.at(root, f"{doubt}; {advice}", *ways)
 
 
 def is_named(folder: str, names: frozenset[str]) -> bool:
-    """Return whether a folder's name, in lower case and without "_" and "-", or its last word is in `names`."""
+    """Return whether `names` contains a folder's name, in lower case and without "_" and "-", or its last word."""
     words = re.split("[_-]", os.path.basename(folder).lower())
     return "".join(words) in names or words[-1] in names
 
@@ -326,7 +331,8 @@ def splits(found: Listing) -> Catalog:
         raise _mixed(found.root, "split", repr(found.names("")[0]), "move them into a split, or skip them with exclude")
     tops = {split: _class_folder(found, split) for split in split_names}
     others = {name for top in tops.values() if top for name in found.filled(top)}
-    # A split may have images of one class only, whose folder is named like a folder of images.
+    # If a split has only one class, and the class is named like a folder of images, only other splits show that it is
+    # a class.
     tops = {split: top or _class_folder(found, split, others) for split, top in tops.items()}
     class_tops = [top for top in tops.values() if top]
     label_names = tuple(sorted({name for top in class_tops for name in found.subfolders[top]}))
@@ -351,10 +357,11 @@ def splits(found: Listing) -> Catalog:
 
 
 def _class_folder(found: Listing, split: str, classes: Collection[str] = ()) -> str:
-    """Return the folder whose folders are the classes of a split; "" if the split has none.
+    """Return the folder whose subfolders are the classes of a split; "" if the split has no classes.
 
-    Begin with the split itself. As long as all its images are in one subfolder that has the same name, or is named like
-    a folder of images and is none of the `classes` of other splits, go on with that subfolder.
+    The search begins with the folder `split`. It continues in a subfolder, such as ``train/images``, if all images are
+    below this subfolder, and its name is that of its parent folder or is usual for a folder of images. A subfolder that
+    is one of `classes`, the known classes of other splits, is a class.
     """
     top = split
     while filled := found.filled(top):
@@ -378,7 +385,10 @@ def _mixed(folder: str, kind: str, example: str, advice: str, parameter: str = "
 
 
 def only_folder(found: Listing) -> str:
-    """Return the deepest folder whose subfolders hold all files; "" if it is the root. Do not look into a split."""
+    """Return the deepest folder whose subfolders hold all files; "" if this is the root, or if there is none.
+
+    A folder that is named like a split, such as "train", is not entered.
+    """
     path = ""
     while len(filled := found.filled(path)) == 1 and not is_split_name(filled[0]):
         below = os.path.join(path, filled[0])
@@ -396,7 +406,7 @@ def arranged(found: Listing, kind: str) -> Catalog:
 
 
 def _inside(found: Listing, catalog_of: Callable[[Listing], Catalog]) -> Catalog:
-    """Return ``catalog_of(found)``; if one folder holds all others (``images/cat/1.jpg``), that of this folder."""
+    """Return ``catalog_of(found)``. If all paths are like ``images/cat/1.jpg``, treat the folder ``images`` as root."""
     if not (only := only_folder(found)):
         return catalog_of(found)
     catalog = catalog_of(found.inside(only))
@@ -405,20 +415,21 @@ def _inside(found: Listing, catalog_of: Callable[[Listing], Catalog]) -> Catalog
 
 
 def _inferred(found: Listing) -> Catalog:
-    """Return the catalog of a listing; infer its kind from the names in it, or raise SourceError if it is ambiguous."""
+    """Return the catalog of a listing, whose kind is inferred from names; raise SourceError if they are ambiguous."""
     catalog = _inside(found, _by_names)
     if (beside := mask_beside_image(found)) is not None:
         doubt = "{1!r} is probably the mask of {0!r}, not an image of its own".format(*beside)
-        # Names of folders may contain the ending, too.
+        # After the ending, the pattern requires "." or "_", so that it does not match all files of a folder "a_mask/".
         raise _masks_error(found.root, doubt, f"*{beside[2]}{'' if beside[2][0] == '.' else '[._]'}*", catalog.kind)
     return catalog
 
 
 def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
-    """Return the paths of an image and of its mask in the same folder, and the ending of the mask's name, or None.
+    """Return the path of an image, the path of its mask in the same folder, and the ending of the mask's name; or None.
 
-    The ending is a word such as "_mask" after the name of the image, or ".png" if JPEG images have PNG masks of the
-    same names, and there are at least two. Only the first files of the first folders are compared.
+    The ending is the word that follows the name of the image, such as "_mask". It is ".png" if a folder has at least
+    three files, and they look like pairs of a JPEG image and a PNG mask of the same name. Only the first files of the
+    first folders are compared.
     """
     for folder in found.order[:_PROBED_FOLDERS]:
         files = found.folders[folder][:_PROBED_LENGTH].split("\0")
@@ -437,7 +448,7 @@ def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
 
 
 def _by_names(found: Listing) -> Catalog:
-    """Return the catalog of a listing, of the kind that its folders suggest. A single folder "images" is no class."""
+    """Return the catalog of a listing, of the kind that its folders suggest. A lone folder "images" is not a class."""
     filled = found.filled()
     if not filled or (len(filled) == 1 and is_named(filled[0], IMAGE_FOLDERS)):
         return flat(found)
@@ -472,5 +483,5 @@ def _refuse_no_classes(found: Listing, folders: list[str]) -> None:
         lead, kinds = f"pack {os.path.dirname(inner)!r} alone, or ", kinds[1:]
     else:
         return
-    advice = f"{lead}give {' or '.join(kinds)}, or leave one out with {other}"
+    advice = f"{lead}give {' or '.join(kinds)}, or leave a folder out with {other}"
     raise SourceError.at(found.root, f"{doubt}; {advice}", *kinds, other)

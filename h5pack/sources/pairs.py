@@ -26,10 +26,11 @@ from h5pack.sources.folders import (
 
 
 def pairs(found: Listing, wanted: NameFilter) -> Catalog:
-    """Return a catalog of images with masks. A mask has the name of its image, but another role: see `_files_by_stem`.
+    """Return a catalog of images with masks. An image and its mask have the same stem, but different roles.
 
-    Their suffixes may differ, and so may the parts of names that `_by_image` leaves out. Each role of masks becomes a
-    field of the same name, or "masks" if packs reserve that name. `wanted` filters only the images.
+    For example, ``images/a.jpg`` and ``masks/a.png`` have the stem "a", and the roles "images" and "masks".
+    `_files_by_stem` and `_by_image` define stems and roles. Each role of masks becomes a field of the same name, or
+    "masks" if a field cannot have that name. `wanted` filters only the images.
     """
     ignored = Counter(found.ignored)
     files = _files_by_stem(found)
@@ -73,16 +74,17 @@ def pairs(found: Listing, wanted: NameFilter) -> Catalog:
         pixel_fields=tuple(PixelField(name, schema.MASK, table) for name, table in zip(fields, masks, strict=True)),
         rejects=tuple(rejects),
         ignored=dict(+ignored),
-        # Leave it out if the roles are not names of folders, but endings as in "train_masks/a.png" and "a_mask.png".
+        # Leave out the text if the roles are not names of folders, as in "train_masks/a.png" or "a_mask.png".
         about=about if any(f"/{images}/" in f"/{name}" for name in names[:1]) else "",
     )
 
 
 def _files_by_stem(found: Listing) -> dict[str, dict[str, list[str]]]:
-    """Return the files of each role by their stems. A role distinguishes images, masks and other files.
+    """Return the paths of the files as ``files[role][stem]``. A role distinguishes images, masks and other files.
 
-    "masks/train/a.png", "train/masks/a.png", "train_masks/a.png" and, if no folder is named like images or masks,
-    "train/a_mask.png" have the role "masks" and the stem "train/a". Files in too few folders have the role "".
+    Three kinds of paths have the role "masks" and the stem "train/a": "masks/train/a.png", "train/masks/a.png" and
+    "train_masks/a.png". If no folder is named like images or masks, "train/a_mask.png" also has this role and stem, or
+    "train/a.png" beside "train/a.jpg". A file that is not in a folder of any role has the role "".
     """
     top = only_folder(found)
     filled = found.filled(top)
@@ -115,7 +117,7 @@ def _any_named(folders: Iterable[str]) -> bool:
 
 
 def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
-    """Return the folder of images and the folders of masks; raise SourceError if the names do not determine them."""
+    """Return the role of images and the roles of masks; raise SourceError if the names do not determine them."""
     images = [folder for folder in folders if is_named(folder, IMAGE_FOLDERS)]
     targets = [folder for folder in folders if is_named(folder, TARGET_FOLDERS)]
     others = [folder for folder in folders if folder not in (*images, *targets)]
@@ -132,10 +134,11 @@ def _roles(root: str, folders: list[str]) -> tuple[str, list[str]]:
 
 
 def _by_image(masks: dict[str, list[str]], images: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the files of masks by the stem of their image; `masks` and `images` are files by their own stem.
+    """Return the files of masks by the stem of their image. `masks` and `images` are files by their own stem.
 
-    If no mask has the stem of an image, compare stems without what all masks, or all images, have in common: folders at
-    the beginning, except splits, as in "trimaps/a.png", and an ending from "_" or "-" on, as in "a_mask.png".
+    If no mask has the stem of an image, the part that all stems of masks share is replaced by the part that all stems
+    of images share. This part is the folders at the beginning, such as "trimaps/" in "trimaps/a", without splits at
+    their end, and an ending that begins with "_" or "-", such as "_mask" in "a_mask".
     """
     if not masks or not images or masks.keys() & images.keys():
         return masks
@@ -147,13 +150,16 @@ def _by_image(masks: dict[str, list[str]], images: dict[str, list[str]]) -> dict
 
 
 def _shared(stems: Iterable[str]) -> tuple[str, str]:
-    """Return the folders above any split, with a slash, and the ending from "_" or "-" on, that all stems share."""
+    """Return the first folders that all stems share, without splits at their end, and the ending that all stems share.
+
+    The folders end in a slash. The ending begins with "_" or "-".
+    """
     folders, names = zip(*map(os.path.split, stems), strict=True)
     folder = os.path.commonpath(folders)
     while is_split_name(os.path.basename(folder)):
         folder = os.path.dirname(folder)
     parts = [re.split("(?=[_-])", name)[:0:-1] for name in names]
-    # What the first and the last list in sorted order begin with, all lists begin with.
+    # All lists begin with the items with which both the smallest and the largest list begin.
     extremes = zip(min(parts), max(parts), strict=False)
     ending = [part for part, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], extremes)]
     return folder and f"{folder}/", "".join(ending[::-1])

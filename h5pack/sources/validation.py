@@ -1,7 +1,7 @@
 """Division of the training images: a fraction of them, chosen by a hash, becomes a split for validation.
 
-The same fraction is taken from each class. Alternatively, whole groups are chosen, so that related images stay
-together.
+By default, the same fraction of each class is chosen. With a field that groups images, whole groups are chosen, so that
+related images stay in the same split.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def training_split(source: str, catalog: Catalog, val: float) -> int:
 
 
 def divided_names(names: tuple[str, ...], training: int) -> tuple[str, ...]:
-    """Return the names of the splits after dividing the split with the index `training`."""
+    """Return the names of all splits after the split with the index `training` was divided."""
     first = "train" if names == one_split(0)[0] else names[training]
     return (*names[:training], first, _NAME, *names[training + 1 :])
 
@@ -60,9 +60,9 @@ def divided_names(names: tuple[str, ...], training: int) -> tuple[str, ...]:
 def require_field(source: str, catalog: Catalog, field: str, names: Collection[str]) -> None:
     """Raise OptionsError if `field`, by which images are to be grouped, is not one of the `names` of fields."""
     if field not in names:
-        found = f"only {listed([repr(name) for name in names])}" if names else "none"
+        found = f"has only {listed([repr(name) for name in names])}" if names else "has none"
         raise OptionsError(
-            f"{source}: val_groups={field!r} needs a field of this name, but there is {found}; make one with "
+            f"{source}: val_groups={field!r} needs a field of this name, but the source {found}; make one with "
             "field_columns or text_columns (from a column), or with fields (from an HDF5 dataset or a key of samples)",
             path=None if catalog.kind == "dataset" else source,
             parameters=(f"val_groups={field!r}", "field_columns", "text_columns", "fields"),
@@ -84,7 +84,7 @@ def group_ids(values: FieldValues) -> npt.NDArray[np.int64]:
 
 
 def _with_equal_bytes(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the values such that equal ones have equal bytes: 0.0 for -0.0, and the same NaN for every NaN."""
+    """Return the values with equal bytes for equal values: -0.0 becomes 0.0, and every NaN becomes the same NaN."""
     if values.dtype.kind == "f":
         values = values + values.dtype.type(0)
         values[np.isnan(values)] = np.nan
@@ -96,10 +96,11 @@ def divide(
 ) -> Catalog:
     """Return the catalog with a split for validation, inserted after the split that it is taken from.
 
-    `usable` are the indices of the images to choose from, int64 (n,). The new split gets the fraction `val` (with
-    `group_field`, about this fraction) of the usable images in the divided split. Images with equal values in this
-    field stay in one split.
-    Raise OptionsError if one split would have no images, and as `training_split` and `require_field` do.
+    `usable` are the indices of the images to choose from, int64 (n,). The new split gets the fraction `val` of the
+    usable images in the divided split. With `group_field`, it gets about this fraction, because images with equal
+    values in this field stay in the same split.
+    Raise OptionsError if the divided or the new split would have no images. Also raise it if the source does not have
+    exactly one split for training, already has one for validation, or lacks the field.
     """
     training = training_split(source, catalog, val)
     images = usable[catalog.split_ids[usable] == training]
@@ -145,9 +146,10 @@ def choose_val(labels: npt.NDArray[np.int64] | None, count: int, val: float, see
 def choose_groups(groups: npt.NDArray[np.int64], val: float, seed: int) -> npt.NDArray[np.bool_]:
     """Return which images go to the split for validation, bool (n,): whole groups with about the fraction `val` of all.
 
-    `groups`, int64 (n,), is the group of each image, numbered from 0. Groups are visited in the order of a hash, and a
-    group is chosen if it brings the fraction of chosen images closer to `val`. If no group or every group would be
-    chosen, the smallest one is moved to the other split. No image is chosen if there are fewer than two groups.
+    `groups`, int64 (n,), is the group of each image, numbered from 0. Groups are visited in the order of a hash. A
+    group is chosen if it brings the fraction of chosen images closer to `val`. If no group would be chosen this way,
+    the smallest one is chosen; if all groups would be, the smallest one is not. With fewer than two groups, no image is
+    chosen.
     """
     sizes, target, total = np.bincount(groups).tolist(), val * len(groups), 0
     if len(sizes) < 2:
