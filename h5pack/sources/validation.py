@@ -76,6 +76,8 @@ def group_ids(values: FieldValues) -> npt.NDArray[np.int64]:
         rows = [values.row(index).tobytes() for index in range(len(values))]
         numbers = {row: number for number, row in enumerate(sorted(set(rows)))}
         return np.array([numbers[row] for row in rows], np.int64)
+    if not values.size:  # NumPy cannot infer the number of columns of no rows.
+        return np.zeros(len(values), np.int64)
     flat = values.reshape(len(values), -1)
     if flat.shape[1] != 1:
         # Compare rows as bytes, because to NumPy, a row with NaN differs from itself.

@@ -118,7 +118,8 @@ def test_the_validation_split_never_changes_between_releases() -> None:
     assert np.flatnonzero(choose_val(None, 10, 0.3, 0)).tolist() == [2, 4, 7]
     assert np.flatnonzero(choose_groups(np.unique(labels, return_inverse=True)[1], 0.3, 0)).tolist() == [0, 2, 5, 7]
     # Without images, such as if all images for training were rejected, there is no group.
-    assert choose_groups(np.zeros(0, np.int64), 0.5, 0).tolist() == []
+    for values in (np.zeros(0, np.int64), np.zeros((0, 3), np.float32)):
+        assert choose_groups(group_ids(values), 0.5, 0).tolist() == []
 
 
 class_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=12)
