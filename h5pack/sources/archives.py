@@ -1,7 +1,7 @@
-"""Archives as sources: images that are read by offset from tar and zip files, which are never unpacked.
+"""Archives as sources: images that are read by offset from tar and zip files. Members are never unpacked to files.
 
-An archive is indexed once, by the main process. Workers receive the index, which is a few arrays, and read with
-``pread``. No file is ever written under a member's name.
+The main process indexes an archive once. Workers receive the index, which is a few arrays, and read images with
+``pread``. A compressed tar file is first decompressed into one unnamed file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _BOMB_BYTES, BOMB_RATIO = 64 * 1024 * 1024, 100
 _LOCAL_HEADER, _LOCAL_HEADER_BYTES = b"PK\3\4", 30
 _ZIP_ENCRYPTED_FLAG, _ZIP_UTF8_FLAG, _ZIP_DOS = 0x1, 0x800, 0
 _ZIP_UNICODE_PATH = 0x7075  # extra field: version, CRC-32 of the stored name, name in UTF-8 (Info-ZIP, appnote.iz)
-_ZIP_MAX_SHARING = 10  # maximum ratio of the stored sizes of a zip file's members to its size; over 1 if it is damaged
+# Maximum ratio of the stored sizes of all members of a zip file to the size of the file. A damaged file may exceed 1.
+_ZIP_MAX_SHARING = 10
 
 
 class Storing(IntEnum):
@@ -80,19 +81,21 @@ _ZIP_STORINGS = {zipfile.ZIP_STORED: Storing.ZIP_STORED, zipfile.ZIP_DEFLATED: S
 
 
 class ArchiveFile:
-    """An archive, or its decompressed copy, which several processes read by offset.
+    """A file of many images, such as an archive, that several processes read by offset.
 
-    Without a copy, `read` raises SourceError if the file at `path` was replaced or rewritten since it was indexed.
+    A compressed archive is read from a decompressed copy. For other files, `read` raises SourceError if the file at
+    `path` was replaced, rewritten or removed since this object was created.
     """
 
     def __init__(self, path: str) -> None:
         self.path = absolute_path(path)
         if os.path.exists(path) and not os.path.isfile(path):
-            raise SourceError.at(path, "not a regular file; check the path")  # To open a pipe might wait forever.
+            raise SourceError.at(path, "not a regular file; check the path")  # Opening a pipe might block forever.
         self.identity = FileIdentity.of(self.path)
         self.size = self.identity.size  # in bytes; after `keep_copy`, the size of the decompressed copy
         self.descriptor: Descriptor | None = None
-        # The path in /proc of the decompressed copy. The copy has no name on disk, so it cannot outlive the conversion.
+        # The path in /proc of the decompressed copy, or None. The copy has no name on disk, so it disappears when the
+        # process ends.
         self.copy_path: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -106,7 +109,7 @@ class ArchiveFile:
         self.__dict__.update(state, descriptor=None if duplicate is None else Descriptor(duplicate.detach()))
 
     def keep_copy(self, descriptor: int) -> None:
-        """Read from a decompressed copy, the open file `descriptor`, from now on. The caller may close `descriptor`."""
+        """Read from a decompressed copy, a duplicate of the open file `descriptor`, which the caller closes."""
         self.require_unchanged()
         self.descriptor = Descriptor(os.dup(descriptor))
         self.size = os.fstat(descriptor).st_size
@@ -124,7 +127,7 @@ class ArchiveFile:
             self.descriptor = None
 
     def read(self, count: int, offset: int) -> bytes:
-        """Return `count` bytes at `offset`, or fewer if the file ends earlier."""
+        """Return `count` bytes at `offset`, or fewer if the file ends earlier. Check that the file is unchanged."""
         data = self.read_unchecked(count, offset)
         if self.copy_path is None:
             self.require_unchanged()
@@ -136,21 +139,21 @@ class ArchiveFile:
         return read_all(self.open(), max(0, min(count, self.size - offset)), offset)
 
     def require_unchanged(self) -> None:
-        """Raise SourceError if the archive was replaced, rewritten or removed since it was indexed."""
+        """Raise SourceError if the file at `path` was replaced, rewritten or removed since this object was created."""
         try:
             same = FileIdentity.of(self.path) == self.identity
         except FileNotFoundError:
             same = False
         if not same:
             problem = (
-                "was replaced, rewritten or removed during the conversion; if it is complete, start "
+                "was replaced, rewritten or removed during the conversion; if the file is complete now, start "
                 "over with overwrite=True"
             )
             raise SourceError.at(self.path, problem, "overwrite=True")
 
     @contextlib.contextmanager
     def parsing(self, problem: str) -> Iterator[None]:
-        """Turn errors of a parser, which may have any type, into SourceError; keep errors of the storage."""
+        """Turn a parser's error of any type into SourceError. Errors of the storage are raised unchanged."""
         try:
             yield
         except Exception as error:
@@ -219,7 +222,7 @@ class Members:
         return np.fromiter(values, np.int64).reshape(-1, len(Member._fields))
 
     def add(self, name: str, member: Member) -> str | None:
-        """Add a member, in place of an earlier one of the same path. Return its path; None if its name is invalid."""
+        """Add a member, which replaces an earlier one of the same path. Return its path; None if it is rejected."""
         path = member_path(name)
         if path is None or len(path) > _MAX_NAME_BYTES:
             shown = name[:_MAX_NAME_BYTES].replace("\0", "\\x00")
@@ -231,7 +234,7 @@ class Members:
         return path
 
     def add_folder(self, name: str) -> None:
-        """Add a folder that the archive lists."""
+        """Add a folder that the archive lists, if its name is valid."""
         path = member_path(name)
         if path is not None and len(path) <= _MAX_NAME_BYTES:
             self.folders.add(path)
@@ -258,11 +261,11 @@ class ArchiveReader(SourceReader):
     files: tuple[ArchiveFile, ...]
     members: npt.NDArray[np.int64]  # (M, 6), the values of each `Member`
     masks: tuple[ArchiveReader, ...] = ()  # for each field of masks, a reader of one mask per image
-    _opened: list[int] = field(default_factory=list, init=False)  # the open `files` by index, the oldest first
+    _opened: list[int] = field(default_factory=list, init=False)  # indices of the open `files`, first opened first
 
     @classmethod
     def of(cls, files: Sequence[ArchiveFile], members: Sequence[npt.NDArray[np.int64]]) -> ArchiveReader:
-        """Return a reader of `files`, given an array of the members of each, int64 (M, 6), as from `Members.values`."""
+        """Return a reader of `files`. ``members[i]`` is the result of `Members.values`, int64 (n, 6), for file i."""
         file_ids = np.repeat(np.arange(len(files)), [len(some) for some in members])
         return cls(tuple(files), np.column_stack([np.concatenate(members)[:, :-1], file_ids]))
 
@@ -356,7 +359,10 @@ class ArchiveReader(SourceReader):
 
 
 def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kind: str) -> Catalog:
-    """Catalog an archive as if its members were files in a folder; `kind` is "pairs" or as in `arranged`."""
+    """Return the catalog of an archive as if its members were files in a folder.
+
+    `kind` is "flat", "classes", "splits" or "pairs", or "folder" to infer it.
+    """
     if base := _only_folder(members, kind):
         members = replace(
             members,
@@ -384,10 +390,10 @@ def members_catalog(file: ArchiveFile, members: Members, wanted: NameFilter, kin
 
 
 def _only_folder(members: Members, kind: str) -> str:
-    """Return the folder to strip from all paths, such as "data/": the one that contains all visible members; else "".
+    """Return the folder that contains all visible members, such as "data/". The caller strips it from all paths.
 
-    Keep the folder if it is named like a split. Also keep it if `kind` is "classes" or "splits" and all members are
-    directly in it, because then the folder itself is the class or split.
+    Return "" if there is no such folder, or if it must not be stripped: if it is named like a split, or if `kind` is
+    "classes" or "splits" and all members are directly in it, because then the folder itself is the class or split.
     """
     paths = [path for path in members.found if is_visible(path.partition("/")[0])]
     tops = {path.partition("/")[0] if "/" in path else "" for path in paths}

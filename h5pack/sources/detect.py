@@ -57,9 +57,10 @@ class SourceOptions:
 def open_source(
     source: str | os.PathLike[str] | MapStyleDataset, options: SourceOptions, scratch: Path | None = None
 ) -> Catalog:
-    """Return the catalog of a source; raise SourceError if it is missing, ambiguous or malformed, or has no images.
+    """Return the catalog of a source. Raise OptionsError if an option does not apply to its kind.
 
-    Compressed tar files are decompressed into a file in the folder `scratch`; default: the system's temporary folder.
+    Raise SourceError if the source is missing, ambiguous or malformed, or has no images. Compressed tar files are
+    decompressed into the folder `scratch`, by default the system's temporary folder.
     """
     if isinstance(source, (str, os.PathLike)):
         try:
@@ -68,7 +69,7 @@ def open_source(
             raise
         except OSError as error:
             advice = "make it readable, or repair the storage"
-            if error.errno == errno.EMFILE:  # Each compressed tar file takes one until the conversion ends.
+            if error.errno == errno.EMFILE:  # Each compressed tar file needs an open file until the conversion ends.
                 advice = "decompress archives first, or raise the limit of 'ulimit -n'"
             problem = f"cannot be read ({error.strerror or error}); {advice}"
             raise SourceError.at(error.filename or source, problem) from error
@@ -144,10 +145,10 @@ def _open_folder(path: Path, kind: str, names: NameFilter) -> Catalog:
 
 
 def _tables(path: Path, found: Listing, names: NameFilter) -> list[str]:
-    """Return the names of the manifests and of COCO's annotations in a folder that are visible and not excluded.
+    """Return the relative paths of visible manifests and COCO annotation files in a folder that are not excluded.
 
-    Return none if `include` has patterns. Leave out suffixes that very many files have, because each such file probably
-    annotates a single image.
+    Return none if `include` has patterns. Leave out suffixes that more than 100 files have, because each such file
+    probably annotates a single image.
     """
     patterns = tuple(suffix_pattern(end) for end in _TABLE_ENDINGS if 0 < found.ignored[f"{end} files"] <= _MAX_TABLES)
     below = walk(str(path), NameFilter(patterns, (".*", *names.exclude))).below("") if patterns else ()
@@ -223,7 +224,7 @@ def _open_archive(path: Path, archive: str, options: SourceOptions, kind: str, s
     catalog = members_catalog(*opened, options.names, kind)
     has_tables = any(f"{suffix} files" in catalog.ignored for suffix in _TABLE_ENDINGS)
     if has_tables and catalog.labels is None and catalog.kind != "pairs":
-        note = Note("tables and JSON files in an archive are not read; unpack it, and give one of them as the source")
+        note = Note("tables and JSON files in an archive are not read; unpack it, and give such a file as the source")
         catalog = replace(catalog, notes=(*catalog.notes, note))
     return catalog
 
@@ -237,7 +238,7 @@ def _archive_format(path: Path) -> str:
 
 
 def _detect(path: Path, names: NameFilter) -> str:
-    """Return one of `KINDS`, or "folder" for a folder or archive whose kind depends on the names in it."""
+    """Return one of `KINDS`, or "folder". The kind of a "folder" or archive depends on the names of its files."""
     if os.path.isdir(path):
         if not os.access(path, os.R_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))

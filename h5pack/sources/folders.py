@@ -104,8 +104,8 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
             if is_excluded or names.excludes_below(folder):
                 found.ignored["excluded folders"] += 1
                 continue
-            problem = f"cannot be read ({error.strerror}); make it readable, or skip it with exclude"
-            raise SourceError.at(path, problem, "exclude") from error
+            problem = f"cannot be read ({error.strerror}); make it readable, or skip its content with exclude"
+            raise SourceError.at(path, f"{problem} (a pattern like 'FOLDER/*')", "exclude") from error
         stack += [(name, above | {identity}) for name in below]
         if below:
             found.subfolders[folder] = sorted(map(os.path.basename, below))

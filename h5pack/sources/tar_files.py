@@ -29,7 +29,8 @@ _BLOCK_BYTES = 512
 _MAX_HEADER_BYTES = 1024 * 1024
 _MAX_LINKS = 8
 _COPY_BYTES = 1024 * 1024
-_TAR_BOMB_BYTES = 1 << 30  # a compressed tar file is a bomb if it exceeds both this size and `BOMB_RATIO`
+# A compressed tar file is a bomb if it expands to over this size and to over `BOMB_RATIO` times its compressed size.
+_TAR_BOMB_BYTES = 1 << 30
 _DIGITS = re.compile(rb"\d{300}")
 _SUFFIX = ".tar"
 _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
@@ -38,7 +39,8 @@ _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd
 class _Headers:
     """A file object from which `tarfile` reads the headers of the tar file in the bytes `start` to `stop` of `file`.
 
-    It refuses extended headers of more than 1 MiB, and long numbers, for which `tarfile` needs quadratic time.
+    It refuses extended headers of more than 1 MiB. It also refuses numbers of 300 digits or more, for which `tarfile`
+    needs quadratic time.
     """
 
     def __init__(self, file: ArchiveFile, start: int, stop: int) -> None:
@@ -63,7 +65,7 @@ class _Headers:
 def open_tar(path: Path, scratch: Path) -> tuple[ArchiveFile, Members]:
     """Open a tar file and return its index. If it is compressed, decompress it into an unnamed file in `scratch`.
 
-    If it holds only tar files, as ImageNet's does, each of these is treated as a folder.
+    If it holds only tar files, as ImageNet's does, each of the inner tar files is treated as a folder.
     """
     file = ArchiveFile(str(path))
     start = file.read(6, 0)
@@ -89,7 +91,10 @@ def _decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
             if not data:
                 break
             if position > max(_TAR_BOMB_BYTES, BOMB_RATIO * file.size):
-                problem = f"expands to over {BOMB_RATIO} times its size; if it is no bomb, decompress and pack it"
+                problem = (
+                    f"expands to over {BOMB_RATIO} times its size; if it is not a decompression bomb, decompress it "
+                    "yourself and pack the result"
+                )
                 raise SourceError.at(file.path, problem)
             write_all(target.fileno(), data, position)
             position += len(data)
@@ -97,10 +102,10 @@ def _decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
 
 
 def _members_of_tar_files(file: ArchiveFile, tars: Members) -> Members:
-    """Return the members of the visible tar files in a tar file, each in a folder named like its tar file."""
+    """Return the members of the tar files in a tar file: the members of "a/x.tar" are in the folder "a/x"."""
     found = Members(rejects=tars.rejects, folders=tars.folders, notes=tars.notes)
     for tar, member in tars.found.items():
-        # Hidden ones, such as the "._x.tar" that macOS adds, need not be tar files.
+        # Hidden members are not tar files if macOS added them, such as "._x.tar".
         if member.storing != Storing.RAW or not is_visible(posixpath.basename(tar)):
             found.add(tar, member)
             continue
@@ -128,7 +133,10 @@ def _decompressor(path: Path, start: bytes) -> BinaryIO:
 
 
 def _index(file: ArchiveFile, start: int, stop: int, subject: str = "") -> Members:
-    """Return the members of the tar file in the bytes from `start` to `stop` of `file`. Errors begin with `subject`."""
+    """Return the members of the tar file in the bytes from `start` to `stop` of `file`.
+
+    Messages about the tar file as a whole begin with `subject`.
+    """
     members, links, archive = Members(), dict[str, str](), os.path.basename(file.path)
     stream = _Headers(file, start, stop)
     with file.parsing(f"{subject}is not a tar file, or its first header is damaged"):
@@ -191,7 +199,7 @@ def _plain_header(block: bytes) -> tuple[str, int] | None:
 
 
 def _add(members: Members, links: dict[str, str], member: tarfile.TarInfo) -> None:
-    """Add a member. If it is a link to resolve later, map its path to its target's path in `links`."""
+    """Add a member. If it is a link that cannot be resolved yet, set ``links[path]`` to the path of its target."""
     found, target = Member(storing=Storing.SPECIAL), ""
     if member.issparse():
         found = Member(storing=Storing.SPARSE)
@@ -210,7 +218,10 @@ def _add(members: Members, links: dict[str, str], member: tarfile.TarInfo) -> No
 
 
 def _resolve(members: Members, links: dict[str, str]) -> None:
-    """Replace each link by its target, which may be a link, too. `links` maps each link's path to its target's."""
+    """Replace each link by its target if the archive has it. `links` maps paths of links to paths of targets.
+
+    A target may be a link, too.
+    """
     for _ in range(_MAX_LINKS):
         for link, target in links.items():
             if members.found[link].storing == Storing.LINK:
@@ -218,7 +229,7 @@ def _resolve(members: Members, links: dict[str, str]) -> None:
 
 
 def _continues(file: ArchiveFile, position: int, stop: int) -> bool:
-    """Return whether anything but zeros follows the end mark, such as another tar file."""
+    """Return whether the bytes from `position` to `stop`, after the end mark, are not all zeros."""
     zeros = bytes(_MAX_HEADER_BYTES)
     for start in range(position, stop, _MAX_HEADER_BYTES):
         count = min(_MAX_HEADER_BYTES, stop - start)
