@@ -40,7 +40,7 @@ from h5pack.system.text import first_names, listed
 _OF_ROWS = (
     "fit", "resample", "draft", "mode", "layout", "keep", "max_side", "quality", "max_pixels", "compression",
 )  # fmt: skip
-"""Options of a conversion that determine how an image becomes a row. They are taken from the pack."""
+"""Options of a conversion that determine how an image becomes a row. `append` uses their values in the pack."""
 
 
 def append(
@@ -54,17 +54,20 @@ def append(
     progress: bool = False,
     **options: Any,
 ) -> CombineReport:
-    """Add the images of a source to a pack, after its rows.
+    """Add the images of a source to a pack. The new rows follow the existing rows.
 
-    The new images are packed with the options that the pack was made with. Then a file with all rows is written beside
-    the pack. It replaces the pack once it is complete; until then, and if anything fails, the pack is unchanged. If the
-    file system supports it (XFS, Btrfs), the new file shares the disk blocks of the existing rows; otherwise these rows
-    are copied. Classes keep their numbers, and new classes get the next numbers.
+    The new images are converted like the images of the pack, with the size, mode and other options that the pack
+    stores. Then a new file with all rows is written beside the pack. The new file replaces the pack once it is
+    complete. Until then, and if anything fails, the pack is unchanged. If the file system supports it (XFS, Btrfs), the
+    new file shares the disk blocks of the existing rows; otherwise, the existing rows are copied. Classes keep their
+    numbers, and new classes get the next numbers.
 
-    If the pack is a virtual file, the new images are written to a further pack beside it, and the new virtual file also
-    refers to that pack. Its name has the lowest number that is not used yet, such as ``NAME-00003.h5``.
+    If the pack is a virtual file, the new images are written to a further pack beside the virtual file. The new virtual
+    file refers to the further pack, too. The name of the further pack is, for example, ``NAME-00003.h5``, with the
+    lowest number that the virtual file does not use yet.
 
-    The new files get the permissions of the pack, and its owner and group if the system permits that.
+    The new files get the permissions of the pack. They also get the owner and the group of the pack, if the system
+    permits that.
 
     Parameters
     ----------
@@ -74,16 +77,19 @@ def append(
     source : path or map-style dataset
         Any source that `h5pack.convert` accepts.
     split : str, optional
-        Put all new images into this split, which is created if the pack does not have it; not with `val`. Default: the
-        splits of the source, or the pack's only split if the source has no splits.
+        Put all new images into this split, which is created if the pack does not have it. Not allowed together with
+        `val`. Default: each new image gets the split that it has in the source. If the source has no splits, the new
+        images get the split "all" if the pack has it, and otherwise the only split of the pack. If the pack has several
+        splits and none of them is "all", give `split` or `val`.
     only_new : bool
-        Leave out images whose names are already in the pack. By default, such images are an error. Images that the pack
-        lists as rejected are tried again.
+        Leave out images whose names are already in the pack. By default, such images raise an error. Images that the
+        pack lists as rejected are tried again.
     overwrite : bool
-        Discard the files that an interrupted call left, and start from scratch. If it left a complete further pack of a
-        virtual file, raise an error, because another program may have written that file.
+        Discard the files that an interrupted call left, and start from scratch. If the interrupted call left a complete
+        further pack of a virtual file, raise an error instead, because another program may have written that file.
     resume : bool
-        Continue an interrupted call with the same parameters. If that call had completed the pack, do nothing.
+        Continue an interrupted call. The source and the options must be the same as in that call. If that call had
+        already completed the pack, do nothing.
     progress : bool
         Show progress bars on standard error if it is a terminal.
     **options
@@ -97,8 +103,8 @@ def append(
     Raises
     ------
     H5PackError
-        If the new images do not match the pack, if the pack has some of their names already (without `only_new`), and
-        for the same reasons as `h5pack.convert`.
+        If the new images do not match the pack, if the pack already has an image with the name of a new image (and
+        `only_new` is false), and for the same reasons as `h5pack.convert`.
 
     Examples
     --------
@@ -108,27 +114,34 @@ def append(
     only_new, overwrite, resume = flags(only_new=only_new, overwrite=overwrite, resume=resume)
     if split is not None and (not isinstance(split, str) or not split or "\0" in split):
         raise invalid("split", split, " is not the name of a split")
-    # Renaming the new file to a symbolic link would replace the link and leave the pack unchanged.
+    # Resolve symbolic links. Renaming the new file to the path of a link would replace the link, not the pack.
     path = Path(os.path.realpath(os.fsdecode(pack)))
     old = open_part(path)
     require_replaceable(path, writable=False)
     _require_options(old, options, split)
     virtual = old.is_virtual
     if virtual:
-        virtual_name(str(path), path.parent)  # raises an error if a virtual file cannot name the further pack
+        # The further pack will have a similar name. Raise now if that name is not valid UTF-8, which a virtual file
+        # cannot store.
+        virtual_name(str(path), path.parent)
     new_path = _shard_path(old) if virtual else path.with_name(f"{path.name}.new")
     if virtual and (overwrite or not resume) and new_path.exists():
-        # It may just as well be a file of the user's with such a name.
-        problem = f"is not part of {path}; continue with resume=True if an interrupted call left it, or rename it"
-        raise OutputExistsError.at(new_path, problem, "resume=True")
+        # Do not delete the file: it may be a file of the user that happens to have this name.
+        problem = (
+            f"exists, but {path} does not refer to it; if an interrupted call left it, run again with resume=True and "
+            "without overwrite=True, otherwise rename it"
+        )
+        raise OutputExistsError.at(new_path, problem, "resume=True", "overwrite=True")
     if not resume and not overwrite:
         _require_no_leftovers(new_path, Output(new_path).partial, Output(path).partial)
     unchanged = CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     made_of = old.options.get("combined", {})
-    # The interrupted call may have replaced the pack already. Then the pack has the new images, which is no error.
+    # The interrupted call may have replaced the pack already. Then the pack has the new images, and finding their names
+    # in it must not raise an error.
     may_have_ended = resume and made_of.get("verb") == "append"
     last = made_of["parts"][-1] if may_have_ended else None
-    # Raise an error for a file that is no pack. With overwrite=True, the resumed conversion would replace it.
+    # `open_part` raises an error if `new_path` is not a pack. Otherwise, a resumed conversion with overwrite=True would
+    # replace that file.
     if resume and not virtual and new_path.exists() and open_part(new_path).identity == last:
         if not Output(path).partial.exists():
             Output(path).remove_leftovers()
@@ -147,7 +160,8 @@ def append(
     parts = [old, new]
     merged = _with_latest_rejects(merge(parts), new)
     statistics = added_statistics(parts, merged)
-    chunk_rows = None if old.is_encoded else old.index.group_rows  # `chunk_rows` of a contiguous dataset is its length
+    # Use `group_rows`, because the `chunk_rows` of a contiguous dataset is the number of all its rows.
+    chunk_rows = None if old.is_encoded else old.index.group_rows
     plan = Combination.of("append", parts, merged, np.arange(len(merged)), statistics, chunk_rows)
     new_classes = (merged.label_names or ())[len(old.catalog.label_names or ()) :]
     if new_classes:
@@ -167,7 +181,7 @@ def _require_options(old: Part, options: dict[str, Any], split: str | None) -> N
     reasons |= dict.fromkeys(("part", "finish", "client"), several)
     reasons["val_groups"] = "it would ignore the groups of the pack's images; define the splits in the source"
     if split is not None and options.get("val") is not None:
-        reasons["val"] = "split puts all new images into one split; give one of the two"
+        reasons["val"] = "split already puts all new images into one split; leave out one of the two parameters"
     for name, reason in reasons.items():
         if name in options:
             text = f"{old.path}: {name} cannot be given, because {reason}"
@@ -177,12 +191,15 @@ def _require_options(old: Part, options: dict[str, Any], split: str | None) -> N
 def _require_no_leftovers(*paths: Path) -> None:
     for path in paths:
         if path.exists():
-            problem = "was left by an interrupted call; continue it with resume=True, or discard it with overwrite=True"
+            problem = (
+                "belongs to an unfinished call; continue that call with resume=True, or discard its files with "
+                "overwrite=True"
+            )
             raise OutputExistsError.at(path, problem, "resume=True", "overwrite=True")
 
 
 def _shard_path(old: Part) -> Path:
-    """Return the path for a further pack of the virtual file `old`: the first shard path that it does not use yet."""
+    """Return the path for a further pack of the virtual file `old`: the first shard path that `old` does not use."""
     used = {os.path.basename(file.path) for file in old.index.files}
     return next(path for path in map(partial(shard_path, old.path), itertools.count()) if path.name not in used)
 
@@ -219,7 +236,7 @@ class _Addition(Conversion):
         except SizesDifferError as error:
             raise _sizes_differ(old, error.path, "several sizes") from error
         if not old.is_encoded and plan.row_shape != old.index.row_shape:
-            raise _sizes_differ(old, plan.source, "x".join(map(str, plan.row_shape)))
+            raise _sizes_differ(old, plan.source, f"the shape {'x'.join(map(str, plan.row_shape))}")
         known, new = fitted([old.catalog, plan.catalog])
         forms, advice = table_forms(known, old.pixel_dtypes), "choose options so that both are the same"
         require_alike(old.path, forms, plan.source, table_forms(new, plan.mask_dtypes), advice)
@@ -231,14 +248,18 @@ class _Addition(Conversion):
 
 def _sizes_differ(old: Part, source: object, sizes: str) -> SizesDifferError:
     shape = "x".join(map(str, old.index.row_shape))
-    problem = f"has rows of {shape}, but images of {source} have {sizes}; resize them, or convert all again with size"
+    problem = (
+        f"has rows of the shape {shape}, but the images of {source} have {sizes}; resize the new images, or convert "
+        "all images again with size"
+    )
     return SizesDifferError.at(old.path, problem, "size")
 
 
 def _pack_new(conversion: Conversion, rejects: Sequence[Reject]) -> tuple[str, ...] | None:
-    """Pack the new images and return the notes of the plan that do not advise other options.
+    """Pack the new images; return the notes of the plan that name no parameters.
 
-    Return None if there are no new images, or if all of them are in `rejects` and again cannot be packed.
+    A note that names parameters advises other options, but `append` determines these options itself. Return None if
+    there are no new images, or if none of them can be packed and all of them are in `rejects`.
     """
     if not len(conversion.catalog):
         return None
@@ -254,21 +275,22 @@ def _pack_new(conversion: Conversion, rejects: Sequence[Reject]) -> tuple[str, .
 
 
 def _stored_name(name: str) -> str:
-    """Return the name of an image as the pack will have it: with escapes for bytes that are not valid UTF-8."""
+    """Return the name that the pack will store for an image: bytes that are not valid UTF-8 are escaped."""
     return text(encode_text(name))
 
 
 def _split_for(old: Part, new: Catalog, split: str | None) -> str | None:
-    """Return the split for all new images, or None if they keep the splits of their source.
+    """Return the split for all new images, or None if the new images keep the splits of their source.
 
-    All get `split` if it is given. If not, images of a source without splits get the only split of the pack.
+    If `split` is not None, return it. Otherwise, if the source has no splits and the pack has no split "all", return
+    the only split of the pack; raise OptionsError if the pack has several splits.
     """
     names = new.split_names
     if split is None and names == one_split(0)[0] and names[0] not in old.catalog.split_names:
         if len(old.catalog.split_names) > 1:
             problem = (
                 f"has the splits {listed(old.catalog.split_names)}, but the new images have none; choose "
-                "one for them with split, or divide them, such as with val=0.1"
+                "one for all new images with split, or divide the new images, e.g. with val=0.1"
             )
             raise OptionsError.at(old.path, problem, "split", "val=0.1")
         return old.catalog.split_names[0]
@@ -276,7 +298,7 @@ def _split_for(old: Part, new: Catalog, split: str | None) -> str | None:
 
 
 def _with_split(old: Part, new: Part, split: str | None) -> Part:
-    """Return `new` with the split that its images get in the pack; see `_split_for`."""
+    """Return the part `new` with all images in the split that `_split_for` returns; unchanged if that is None."""
     split = _split_for(old, new.catalog, split)
     if split is None:
         return new
@@ -285,7 +307,7 @@ def _with_split(old: Part, new: Part, split: str | None) -> Part:
 
 
 def _with_latest_rejects(merged: Catalog, new: Part) -> Catalog:
-    """Return the tables with the rejects of `new`, and earlier rejects unless `new` packed or rejected them again."""
+    """Return `merged` with updated rejects: those of `new`, and earlier ones whose images `new` did not try again."""
     names = {*new.catalog.names, *(reject.name for reject in new.rejects)}
     old = (reject for reject in merged.rejects if reject.name not in names)
     return replace(merged, rejects=(*old, *new.rejects))
