@@ -48,7 +48,8 @@ class Combination:
         edges = equal_runs(catalog.split_ids.astype(np.int64))
         names = [catalog.split_names[number] for number in catalog.split_ids[edges[:-1]].tolist()]
         if verb is None:
-            # The rows of shards are sorted by split. Keep splits without rows, as a conversion into one file does.
+            # The parts are shards, whose rows are sorted by split. Also list splits without rows, as a conversion into
+            # one file does.
             names = list(catalog.split_names)
             edges = np.searchsorted(catalog.split_ids, np.arange(1 + len(names)))
         pairs = itertools.pairwise(edges.tolist())
@@ -61,12 +62,12 @@ class Combination:
         return len(self.origins)
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length of the images dataset with the first `rows` rows; encoded rows count in bytes."""
+        """Return the length of the images dataset with only the first `rows` rows; in bytes if images are encoded."""
         return rows if self.offsets is None else int(self.offsets[rows])
 
     @cached_property
     def offsets(self) -> Rows | None:
-        """Boundaries of the encoded rows in bytes from the first row, (N + 1,); None if rows are pixels."""
+        """Boundaries of the encoded images, in bytes from the start of the first image, (N + 1,); None for pixels."""
         if not self.parts[0].is_encoded:
             return None
         return np.append(0, np.cumsum(self._gathered(lambda part: np.diff(_encoded(part).offsets))))
@@ -86,7 +87,7 @@ class Combination:
 
     @cached_property
     def pixel_rows(self) -> tuple[PixelRows, ...]:
-        """The fields of masks and of further images, which are chunked like the images; none if images are encoded."""
+        """The fields of masks and of further images, which are chunked like the images; () if images are encoded."""
         first = self.parts[0]
         if first.is_encoded:
             return ()
@@ -122,7 +123,10 @@ class Combination:
         return replace(structure, metadata_bytes=plan_metadata(chunks.count, structure, names, datasets))
 
     def options(self) -> dict[str, Any]:
-        """Return the options that the pack stores: the first part's and, if set, the verb and the parts' identities."""
+        """Return the options that the output stores: those of the first part.
+
+        If `verb` is not None, the returned options also contain the verb and the identities of the parts.
+        """
         if self.verb is None:
             return self.parts[0].options
         made_of = {"verb": self.verb, "parts": [part.identity for part in self.parts]}
@@ -150,7 +154,10 @@ class Combination:
         )
 
     def _masks(self, number: int) -> EncodedMasks:
-        """Return where the parts store the masks of field `number`; only for packs that keep JPEG files."""
+        """Return where the parts store the masks of field `number` of `Catalog.pixel_fields`.
+
+        Call this only if the packs keep JPEG files. Their masks are PNG files.
+        """
         files: list[tuple[EncodedFile, int]] = [(EncodedFile("", 0, 0), 0)] * self.rows
         for owner, part in enumerate(self.parts):
             dataset = part.pixel_datasets[number + 1]
@@ -166,7 +173,7 @@ class Combination:
 
 
 def _tables_at(merged: Catalog, order: Rows) -> Catalog:
-    """Return `merged` with only the rows `order`, in that order, in all tables; the reader stays the same."""
+    """Return `merged` with only the rows `order`, in that order; the reader and the pixel fields do not change."""
     return replace(
         merged,
         names=merged.names.take(order),

@@ -1,13 +1,14 @@
 """`h5pack.convert`: pack the images of a source into one file, or into shards and a virtual file over them.
 
-The shards are packs of limited size. They have one plan, so images, splits and their order are as in one large pack.
-They are written one after the other into the folder ``OUT.partial.shards``, and each is complete before the next one
-begins. When all shards are complete, the virtual file is written as ``OUT.partial``. Finally the shards are renamed,
-and then the virtual file. A resumed run sees from these files how far the interrupted run had come. Once renaming has
-begun, even a run that starts over first completes it: otherwise, the renamed shards would remain without the virtual
-file that lists them.
+The shards are packs of limited size. All shards have one plan, so the images, the splits and the order of rows are as
+in one large pack. The shards are written one after the other into the folder ``OUT.partial.shards``. Each shard is
+complete before the next one begins. When all shards are complete, the virtual file is written as ``OUT.partial``.
+Finally, the shards get their final names, and then the virtual file gets its final name. A resumed run sees from these
+files how far the interrupted run had come. Once renaming has begun, even a run that starts over completes the renaming
+first. Otherwise, the renamed shards would remain without the virtual file that refers to them.
 
-A shard without any image that can be packed is left out; a file ``SHARD.rejects.json`` then lists its rejects.
+If no image of a shard can be packed, the shard is left out. A file ``SHARD.rejects.json`` then lists the rejected
+images of the shard.
 """
 
 from __future__ import annotations
@@ -115,14 +116,14 @@ def convert(
         flat, classes, splits, pairs (folders of images and of their masks), celeba, manifest, coco, hdf5, webdataset,
         parquet or mds. Default: detected from the source's content, except for pairs.
     include, exclude : str or sequence of str
-        Shell patterns for paths relative to the source. Only images that match `include` and do not match `exclude`
-        are packed.
+        Shell patterns, each of which may match the name of a file or its path relative to the source. Only images that
+        match `include` (if given) and do not match `exclude` are packed.
     limit : int, optional
         Pack at most this many images, evenly spaced in source order.
     root : path, optional
-        Folder to which the paths in a manifest are relative; default: the folder that contains the manifest. For COCO,
-        the folder that contains the images, directly or in one of the usual subfolders; default: the source, or if it
-        is a file, its folder or the folder above.
+        For a manifest, the folder to which its paths are relative. Default: the folder that contains the manifest. For
+        COCO, the folder that contains the images, directly or in one of the usual subfolders. Default: the source; if
+        the source is a file, the folder that contains it or the parent of that folder.
     path_column, split_column : str, optional
         The manifest's columns of image paths and of split names. Default: detected from the column names.
     label_columns : str or sequence of str
@@ -157,10 +158,11 @@ def convert(
         shape.
     value_range : (float, float) or str, optional
         The two pixel values of an HDF5 file that become 0 and 255, as a pair or as text such as "0:1". Default: 0 and 1
-        for floats and bools, 0 and 255 for integers; uint16 values are instead replaced by their high bytes.
+        for floats and bools, 0 and 255 for integers except uint16. By default, uint16 values are replaced by their high
+        bytes.
     size : int, (int, int) or str, optional
         Height and width in pixels of every row: a number for a square, a pair, or "218x178". Default: the images keep
-        their size, which must then be the same for all.
+        their size. All images must then have the same size, except with `keep`.
     fit : str
         How an image is resized to `size`: crop (scale to cover, cut around the center), pad (scale to fit, black
         borders) or stretch.
@@ -189,16 +191,17 @@ def convert(
         "val". A source without splits is divided into "train" and "val".
     val_groups : str, optional
         Name of a field, such as the person in an image, or the path of a dataset in `fields`. Images with equal values
-        in this field stay in one split. A hash of `seed` chooses groups that make up about the fraction `val` of the
-        images, regardless of classes. Missing values (empty texts, NaN) are equal.
+        in this field form a group, which is not divided between splits. Missing values (empty texts, NaN) count as
+        equal. Groups with about the fraction `val` of the images become the split "val". The choice depends on `seed`
+        but not on the classes.
     chunk_rows : int, optional
         Rows per chunk.
     chunk_bytes : int or str, optional
-        Maximum bytes per chunk, instead of `chunk_rows`: a number, or text such as "4MiB". Default: see
-        `h5pack.format.plans.plan_chunks`.
+        Maximum bytes per chunk, instead of `chunk_rows`: a number, or text such as "4MiB". Default: about 4 MiB. Small
+        packs get smaller chunks, so that there are enough chunks to shuffle (see `h5pack.format.plans.plan_chunks`).
     max_pixels : int
         Reject images with more pixels, which may be decompression bombs. The samples of a map-style dataset are not
-        checked: it has decoded them already.
+        checked, because the dataset has already decoded them.
     compression : str
         Compression of the images' chunks: none, gzip (or gzip:1 to gzip:9), zstd (or zstd:1 to zstd:22) or
         bitshuffle-lz4.
@@ -208,17 +211,17 @@ def convert(
     strict : bool
         Raise at the first image that cannot be packed, instead of listing it in ``OUT.rejects.csv``.
     shard_bytes : int or str, optional
-        Write several packs of at most this many bytes, a number or text such as "50GiB". The file `out` then has
-        virtual datasets that refer to these packs, whose names are ``OUT-00000.h5`` and so on. All packs but the last
-        are planned to consist of whole chunks (with `keep`, of whole images). With `keep`, packs with masks, or with
-        images that are encoded, may be larger, because their sizes are estimated.
+        Write several packs of at most this many bytes: a number, or text such as "50GiB". The names of these packs are
+        ``OUT-00000.h5`` and so on. The file `out` then has virtual datasets that refer to these packs. All packs but
+        the last are planned to consist of whole chunks (with `keep`, of whole images). With `keep`, packs may be larger
+        if they have masks, or images that h5pack encodes, because the sizes of these are estimated.
     num_workers : int, optional
         Worker processes; with 1, this process does the work. Default: the number of CPUs this process may use.
     start_method : str, optional
         fork, forkserver or spawn. Default: fork where that is safe, else forkserver.
     io : str
-        How rows are written: direct (bypasses the page cache, so takes less CPU time and evicts nothing from the
-        cache), buffered, or auto (direct on ext4 and XFS, else buffered).
+        How rows are written: direct, buffered, or auto (direct on ext4 and XFS, else buffered). Direct writes bypass
+        the page cache. They take less CPU time and evict nothing from the page cache.
     overwrite : bool
         Replace an existing output once the new one is complete, and discard an unfinished one.
     resume : bool
@@ -260,7 +263,7 @@ def shard_path(out: Path, number: int) -> Path:
 
 
 def _rejects_path(shard: Path) -> Path:
-    """Return the path of the list of rejects, which replaces a shard without images."""
+    """Return the path of the list of rejected images that is written instead of a shard without images."""
     return shard.with_name(f"{shard.name}.rejects.json")
 
 
@@ -277,11 +280,12 @@ class ShardedConversion(Conversion):
         plans = [plan.between(start, stop) for start, stop in itertools.pairwise(edges)]
         needed = plan.needed_bytes
         if self.options.filter is not None:
-            # Besides the compressed shards, only one shard at a time exists uncompressed.
+            # At any time, the folder holds compressed shards and at most one uncompressed shard.
             needed = min(needed, plan.file_bytes + max(one.needed_bytes for one in plans))
         output.require_space(needed)
         shards = [output.shards / shard_path(output.final, number).name for number in range(len(plans))]
-        virtual_name(str(output.final), output.final.parent)  # raises an error if a virtual file cannot name its shards
+        # The shards have similar names. Raise now if the names are not valid UTF-8, which a virtual file cannot store.
+        virtual_name(str(output.final), output.final.parent)
         finals = {*map(self._final, shards), *finish.shards_of(output.final, output.final)}
         require_other_files(finals, plan.catalog.reader.paths())
         advice = "make room, then run again with resume=True"
@@ -299,7 +303,7 @@ class ShardedConversion(Conversion):
             return self._publish(lock, shards, reports, overwrite)
 
     def _finish_renames(self) -> None:
-        """Complete the renames that an interrupted run has begun, so that no shard remains without its virtual file."""
+        """Complete the renaming if an interrupted run has begun it, so that no shard remains without a virtual file."""
         output = self.output
         with contextlib.closing(OutputLock(output, self._client is not None)) as lock:
             if finish.is_complete(output.partial):
@@ -308,7 +312,7 @@ class ShardedConversion(Conversion):
                     self._rename(lock, overwrite=True)
 
     def _begin(self, plan: ConvertPlan, lock: OutputLock, before: dict[str, Any] | None) -> None:
-        """Start the journal, or if `before` is the plan of an interrupted run, require `plan` to be the same."""
+        """Start the journal. If `before`, the plan of an interrupted run, is given, require `plan` to be the same."""
         output, journal = self.output, Journal(self.output.journal)
         if before is not None:
             require_same(plan, journal, before)
@@ -318,14 +322,18 @@ class ShardedConversion(Conversion):
             lock.renew()
             # Give the file a size, because `OutputLock.close` would remove an empty one.
             os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
-        # A new run needs a new folder, without old shards. An interrupted run's may exist, or have been removed.
+        # A new run must create the folder itself, so that the folder has no old shards. When resuming, the folder may
+        # exist.
         output.shards.mkdir(exist_ok=before is not None)
         if before is None:
             journal.start({**identity(plan), "overwrite": self.options.overwrite}, plan.fingerprints)
         output.survey.unlink(missing_ok=True)
 
     def _require_free(self, shards: list[Path], overwrite: bool) -> None:
-        """Unless `overwrite`, raise OutputExistsError if the output, or the final path of a shard to rename, exists."""
+        """Raise OutputExistsError if the output exists, or the final path of a shard that is still to be renamed.
+
+        Do nothing if `overwrite` is true.
+        """
         moved = finish.is_complete(self.output.partial)
         finals = (self._final(shard) for shard in shards if shard.exists() or not moved)
         for path in () if overwrite else (self.output.final, *finals):
@@ -357,7 +365,7 @@ class ShardedConversion(Conversion):
     def _publish(
         self, lock: OutputLock, shards: list[Path], reports: list[ConvertReport], overwrite: bool
     ) -> ConvertReport:
-        """Make the virtual file, then give the shards and the output their final names."""
+        """Make the virtual file unless it is complete, then give the shards and the output their final names."""
         output = self.output
         lists = [path for path in map(_rejects_path, shards) if path.exists()]
         left_out = [Reject(*reject) for path in lists for reject in json.loads(path.read_bytes())]
@@ -393,7 +401,7 @@ class ShardedConversion(Conversion):
         output, shards = self.output, finish.shards_of(self.output.partial, self.output.final)
         with h5py.File(output.partial, "r", locking=False) as file:
             images, rejects = len(file[schema.FILENAMES]), rejects_of(file)
-        # Move an old virtual file away first, because it must not refer to a mixture of old and new shards.
+        # Move an old virtual file away first. Otherwise, it would refer to a mixture of old and new shards meanwhile.
         if output.final.exists() and overwrite:
             os.replace(output.final, self._replaced)
         if self._replaced.exists():

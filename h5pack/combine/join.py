@@ -26,26 +26,28 @@ def join(
     resume: bool = False,
     progress: bool = False,
 ) -> CombineReport:
-    """Make one pack of several, or with `virtual` a small file that refers to them.
+    """Make one pack of the rows of several packs. With `virtual`, make a small file that refers to the packs.
 
-    Each split gets its rows from all packs, in the order of `packs`. The classes of the first pack keep their numbers;
-    classes that only later packs have get the next numbers.
+    Each split gets its rows from all packs, in the order of `packs`. The classes of the first pack keep their numbers.
+    Classes that the first pack does not have get the next numbers.
 
     Parameters
     ----------
     packs : sequence of path
-        At least two packs. All must have images of the same size, or all must keep JPEG files. Their layout, their kind
-        of labels and their fields must be the same.
+        At least two packs. All must have images of the same size, or all must keep JPEG files. All must have the same
+        layout, the same kind of labels, and the same fields.
     out : path
         The file to create. If it is a symbolic link, the file that it leads to is written, and all other files are
         created beside that file.
     virtual : bool
-        Copy no images, but write HDF5 virtual datasets over the packs, whose paths relative to `out` must not change.
-        All tables are stored in `out`, and so are the masks of packs that keep JPEG files.
+        Copy no images, but write HDF5 virtual datasets that refer to the packs. If a pack is itself a virtual file,
+        they refer to the files that store its rows. Afterwards, the paths of all these files relative to `out` must not
+        change. `out` stores copies of the tables. If the packs keep JPEG files, `out` also stores copies of the masks.
     overwrite : bool
-        Replace an existing output once the new one is complete.
+        Replace an existing output once the new one is complete, and discard an unfinished one.
     resume : bool
-        Continue an interrupted join of the same packs. No effect with `virtual`.
+        Continue an interrupted join of the same packs. If the output is already complete, only check that it was made
+        of these packs. With `virtual`, `resume` has no effect.
     progress : bool
         Show a progress bar on standard error if it is a terminal.
 
@@ -65,7 +67,7 @@ def join(
     """
     (virtual,) = flags(virtual=virtual)
     if not isinstance(packs, Sequence) or isinstance(packs, (str, bytes)) or len(packs) < 2:
-        raise OptionsError("packs must be a list of at least two packs, without the output", parameters=("packs",))
+        raise OptionsError("packs must be a list of at least two packs, not counting the output", parameters=("packs",))
     target = output_path(out)
     parts: list[Part] = [open_part(path) for path in packs]
     require_other_files([target], itertools.chain.from_iterable(part.reader.paths() for part in parts))

@@ -1,4 +1,4 @@
-"""The packs that another pack is made of (its parts): whether they fit together, and their tables, merged."""
+"""Parts: the packs of which another pack is made. This module opens them, compares them and merges their tables."""
 
 from __future__ import annotations
 
@@ -48,22 +48,22 @@ class Part:
     path: Path
     catalog: Catalog
     layout: str
-    options: dict[str, Any]  # the options of its conversion
+    options: dict[str, Any]  # the options that the pack stores
     rejects: tuple[Reject, ...]
-    statistics: dict[str, Any]  # as in `PackTables`, and "pixels": how many pixels they were computed from
+    statistics: dict[str, Any]  # as in `PackTables`; also "pixels", the number of pixels they were computed from
 
     def __len__(self) -> int:
         return len(self.catalog)
 
     @property
     def reader(self) -> HDF5RowReader:
-        """The reader of its images, masks and further images."""
+        """The reader of the pack's images, masks and further images."""
         assert isinstance(self.catalog.reader, HDF5RowReader)
         return self.catalog.reader
 
     @property
     def engine(self) -> Engine:
-        """The engine that reads its rows."""
+        """The engine that reads the pack's rows."""
         return self.reader.engine
 
     @property
@@ -88,7 +88,7 @@ class Part:
 
     @property
     def is_virtual(self) -> bool:
-        """Whether other files hold all its pixels, or its encoded images, and h5pack knows which rows they hold."""
+        """Whether all pixels, or the encoded images, are in other files, and h5pack knows which file has which row."""
         index, indexes = self.index, self.engine.indexes
         found = [index.data] if isinstance(index, EncodedIndex) else [indexes[name] for name in self.pixel_datasets]
         return all(isinstance(one, VirtualIndex) for one in found)
@@ -107,7 +107,7 @@ class Part:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """The identity of this pack: its number of rows, and a CRC-32 of the checksums of its images and masks."""
+        """The number of rows, and a CRC-32 of the checksums of the images, masks and further images."""
         checksum = 0
         for name in self.pixel_datasets:
             checksum = crc32(np.ascontiguousarray(self.checksums(name)), checksum)
@@ -123,7 +123,7 @@ class RowOrigins:
 
     @classmethod
     def of(cls, parts: Sequence[Part], order: Rows) -> RowOrigins:
-        """Return the origins of the rows `order`; row numbers continue from each part to the next."""
+        """Return the origins of the rows `order`, which are numbered across all parts, one part after the other."""
         starts = np.cumsum([0, *map(len, parts)])
         owners = np.searchsorted(starts, order, "right") - 1
         return cls(owners, order - starts[owners])
@@ -132,13 +132,17 @@ class RowOrigins:
         return len(self.rows)
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Divide rows `start` to ``stop - 1`` into runs of one part each; yield (index of the part, start, stop)."""
+        """Divide rows `start` to ``stop - 1`` into runs from one part each; yield (index of the part, start, stop)."""
         edges = (start + equal_runs(self.owners[start:stop])).tolist()
         return ((int(self.owners[first]), first, last) for first, last in itertools.pairwise(edges))
 
 
 def open_part(path: str | os.PathLike[str]) -> Part:
-    """Open a complete pack; raise SourceError if it is no pack or lacks checksums, PackFormatError if it is damaged."""
+    """Open a complete pack.
+
+    Raises SourceError if the file is not a pack, lacks checksums, or has PNG masks that are not contiguous in the file.
+    Raises PackFormatError if it is missing, incomplete or damaged.
+    """
     require_local(path)
     path = Path(absolute_path(path))
     with open_file(path) as file, reporting_damage(path):
@@ -153,12 +157,14 @@ def open_part(path: str | os.PathLike[str]) -> Part:
     for name in part.pixel_datasets:
         index = part.engine.indexes[name]
         if schema.checksums_path(name) not in part.engine.indexes:
-            problem = f"has no checksums of {name!r}, so rows cannot be checked; pack it again with 'h5pack convert'"
+            problem = (
+                f"has no checksums of {name!r}, so rows cannot be checked; make a new pack of it with 'h5pack convert'"
+            )
             raise SourceError.at(path, problem, dataset=name)
         if isinstance(index, EncodedIndex) and index.is_mask and index.base is None:
-            problem = f"its masks {name!r} are not contiguous in the file; pack it again with 'h5pack convert'"
+            problem = f"its masks {name!r} are not contiguous in the file; make a new pack of it with 'h5pack convert'"
             raise SourceError.at(path, problem, dataset=name)
-    # Many packs may be combined, so keep none of their files open; the next read opens them again.
+    # Close the file, because thousands of packs may be combined. The next read opens it again.
     part.engine.close()
     return part
 
@@ -194,24 +200,31 @@ def stored_statistics(file: h5py.File) -> dict[str, Any]:
     if not in_range or any(one.shape != wanted for one in found.values()):
         raise ValueError("the mean and std of its statistics are not one number from 0 to 1 per channel")
     if numbers["rows"] < 0 or numbers["step"] < 1:
-        raise ValueError(f"of its statistics, rows is {numbers['rows']} and step is {numbers['step']}")
+        raise ValueError(f"its statistics have the impossible values rows={numbers['rows']}, step={numbers['step']}")
     return {**found, **numbers, "split": text(group.attrs["split"])}
 
 
 def _measured_pixels(part: Part) -> int:
-    """Return how many pixels the statistics of a pack were computed from; estimated if some rows were not decodable."""
+    """Return the number of pixels that a pack's statistics were computed from.
+
+    The number is an estimate if some encoded images could not be decoded when the statistics were computed.
+    """
     rows, step, name = (part.statistics[key] for key in ("rows", "step", "split"))
     names = part.catalog.split_names
     if not isinstance(part.index, EncodedIndex):
         return int(rows * math.prod(part.index.row_shape) // len(part.statistics["mean"]))
     own = np.flatnonzero(part.catalog.split_ids == (names.index(name) if name in names else -1))[::step]
     sizes = part.index.image_sizes[own].astype(np.int64).prod(axis=1)
-    # Statistics leave out rows that could not be decoded. It is unknown which, so assume rows of the mean size.
+    # Statistics leave out rows that could not be decoded. It is unknown which rows these are, so assume that the rows
+    # left in have the mean size.
     return int(int(sizes.sum()) * rows // max(1, len(own)))
 
 
 def require_alike(path: Path, own: dict[str, Any], other_path: Path | str, other: dict[str, Any], advice: str) -> None:
-    """Raise SourceError unless a pack has the same properties, such as `table_forms`, as another pack or source."""
+    """Raise SourceError if a property of a pack differs from that of another pack or source.
+
+    `own` and `other` hold the properties by name; see `table_forms`.
+    """
     for what, value in own.items():
         if value != other[what]:
             problem = f"has {what} {_shown(value)}, but {other_path} has {_shown(other[what])}; {advice}"
@@ -224,7 +237,10 @@ def _content(part: Part) -> dict[str, Any]:
 
 
 def table_forms(catalog: Catalog, dtypes: Iterable[Any]) -> dict[str, Any]:
-    """Return, by name, the kind of labels, the label columns and the forms of fields; `dtypes` as in `_field_forms`."""
+    """Return, by name, the properties that must be the same in all parts: the kind of labels, and so on.
+
+    `dtypes` are the dtypes of `Catalog.pixel_fields`, in the same order.
+    """
     columns = catalog.label_names if catalog.labels is not None and catalog.labels.ndim == 2 else None
     forms = _field_forms(catalog, dtypes)
     names = listed([name for name, _ in forms]) or None
@@ -234,9 +250,10 @@ def table_forms(catalog: Catalog, dtypes: Iterable[Any]) -> dict[str, Any]:
 
 
 def _field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return of each field: name, kind, dtype, the shape of an entry, and "classes" if entries have class names.
+    """Return the (name, form) of each field, sorted by name. `dtypes` are the dtypes of `Catalog.pixel_fields`.
 
-    `dtypes` are those of the fields of pixels, which have neither a shape nor classes.
+    A form is (kind, dtype, shape of an entry). If the entries are class numbers, the form ends with "classes". The form
+    of a field of pixels (masks or further images) is only (kind, dtype).
     """
     columns = ((name, values, field_data(values)) for name, values in catalog.fields.items())
     forms = [
@@ -252,11 +269,12 @@ def _has_classes(values: FieldValues) -> bool:
 
 
 def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
-    """Return the catalogs with the values of each field in the dtype of its model, unless that would change numbers.
+    """Return the catalogs with the values of each field in one dtype if no number changes.
 
-    The model is the first catalog in which the field has entries, preferably one with class names. Where a field of
-    ragged rows has no entries, it also takes from the model the shape of an entry and, if it has no class names,
-    whether entries are class numbers.
+    The dtype is that of a model: the field's values in one of the catalogs. The model is the first with entries and
+    class names, else the first with entries, else the first with class names, else the first of all. Ragged rows
+    without entries also get the shape of an entry from the model. If the model has class names, ragged rows without
+    entries become rows of class numbers.
     """
     fields = [dict(catalog.fields) for catalog in catalogs]
     for name in fields[0]:
@@ -269,7 +287,10 @@ def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
 
 
 def _as_model(values: FieldValues, model: FieldValues) -> FieldValues:
-    """Return the values with the dtype of `model` if no number changes; if there are none, in the form of `model`."""
+    """Return `values` in the dtype of `model` if no number changes, else unchanged.
+
+    Ragged rows without entries also get the shape of an entry from `model`, and class names () if `model` has some.
+    """
     data, dtype = field_data(values), field_data(model).dtype
     if isinstance(values, RaggedRows) and not len(data):
         classes = values.classes or (() if _has_classes(model) else None)
@@ -278,7 +299,8 @@ def _as_model(values: FieldValues, model: FieldValues) -> FieldValues:
         return values
     with np.errstate(all="ignore"):
         cast = data.astype(dtype)
-        # Both comparisons are needed: uint8 200 is 200 again after int8, and int64 2**53 + 1 equals float64 2**53.
+        # Both comparisons are needed. uint8 200 becomes int8 -56, which becomes uint8 200 again. NumPy compares int64
+        # with float64 in float64, so 2**53 + 1 equals 2**53.
         if not all(np.array_equal(one, data, equal_nan=True) for one in (cast, cast.astype(data.dtype))):
             return values
     return replace(values, data=cast) if isinstance(values, RaggedRows) else cast
@@ -300,9 +322,9 @@ def _shown(value: Any) -> str:
 
 
 def merge(parts: Sequence[Part]) -> Catalog:
-    """Return one catalog of the rows of all packs, one pack after the other, with the reader of the first pack.
+    """Return one catalog of the rows of all packs, one pack after the other. Its reader is that of the first pack.
 
-    Raises SourceError if packs do not match (see `require_alike`), or class names differ only in case.
+    Raises SourceError if the packs do not match, or if class names of two packs differ only in case.
     """
     catalogs = fitted([part.catalog for part in parts])
     parts = [replace(part, catalog=catalog) for part, catalog in zip(parts, catalogs, strict=True)]
@@ -336,14 +358,16 @@ def merge(parts: Sequence[Part]) -> Catalog:
 def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[tuple[str, ...], list[Rows]]:
     """Merge the classes of packs, given as (path, class names).
 
-    Returns all class names, and for each pack the new number of each of its classes, followed by -1.
+    Returns all class names, and for each pack an array: the new number of each class of the pack, followed by -1.
+    Raises SourceError if class names of two packs differ only in case.
     """
-    # Several classes of one pack may have the same name, such as "crane" in ImageNet. The n-th of them has the key
-    # (name, n). Classes of one pack, such as letters, may also differ only in case.
+    # Several classes of one pack may have the same name, such as "crane" in ImageNet. They get the keys (name, 0),
+    # (name, 1) and so on. The names of two classes of one pack, such as letters, may also differ only in case.
     numbers: dict[tuple[str, int], int] = {}
     origins: dict[str, tuple[str, Path | str]] = {}
     maps: list[Rows] = []
-    known_maps: dict[tuple[str, ...], Rows] = {}  # Thousands of packs may have the same thousands of classes.
+    # Compute the map of equal class names once: thousands of packs may have the same thousands of classes.
+    known_maps: dict[tuple[str, ...], Rows] = {}
     for path, names in found:
         if names in known_maps:
             maps.append(known_maps[names])
@@ -390,7 +414,7 @@ def _merge_field(parts: Sequence[Part], name: str) -> FieldValues:
 
 
 def _require_classes(part: Part, name: str, rows: RaggedRows) -> None:
-    """Raise SourceError if a field with class names has other values than the numbers of its classes, or -1."""
+    """Raise SourceError if a field with class names has a value that is neither the number of a class nor -1."""
     count, values = len(rows.classes or ()), rows.data
     if not values.size:
         return
@@ -400,10 +424,11 @@ def _require_classes(part: Part, name: str, rows: RaggedRows) -> None:
 
 
 def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
-    """Combine the statistics of the parts, without reading rows.
+    """Return the statistics of the merged rows, computed from the statistics of the parts without reading rows.
 
-    The sums of each part are integers, so they can be recovered from its mean and standard deviation. Parts whose
-    statistics describe another split or no rows are left out. If no part is left, the first part is used.
+    The sums of each part are integers, so they can be recovered from its mean and standard deviation. A part is left
+    out if its statistics describe another split than those of the output, or no rows. If all parts would be left out,
+    the statistics of the first part are used.
     """
     split = merged.split_names[schema.statistics_split(merged.split_names)]
     chosen = [part for part in parts if part.statistics["split"] == split and part.statistics["rows"]] or [parts[0]]
@@ -424,7 +449,7 @@ def _sums(statistics: dict[str, Any]) -> npt.NDArray[np.uint64]:
 
 
 def measured_statistics(part: Part, merged: Catalog, order: Rows) -> dict[str, Any]:
-    """Compute the statistics of the rows `order` of a pack, on the same sample as `convert` would use."""
+    """Return the statistics of the rows `order` of a pack, computed from the rows that `convert` would sample."""
     number = schema.statistics_split(merged.split_names)
     own = order[merged.split_ids[order] == number]
     rows = own[sampled_rows(0, len(own), part.is_encoded)]
@@ -437,7 +462,7 @@ def measured_statistics(part: Part, merged: Catalog, order: Rows) -> dict[str, A
 
 
 def _row_sums(part: Part, rows: Rows) -> list[tuple[npt.NDArray[np.uint64], int]]:
-    """Return the sums (as in `_sums`) and the number of pixels of each row that can be decoded."""
+    """Return (sums as in `_sums`, number of pixels) of each row. Images that cannot be decoded are left out."""
     name = part.reader.images
     if isinstance(part.index, EncodedIndex):
         sums = [encoded_sums(data) for data in part.engine.read_bytes(name, rows)]

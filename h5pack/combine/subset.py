@@ -36,7 +36,7 @@ def subset(
 ) -> CombineReport:
     """Make a pack of some rows of another pack, in the same order.
 
-    A row is taken if its split is one of `splits`, its class is one of `classes`, and its number is one of `rows`.
+    A row is selected if its split is one of `splits`, its class is one of `classes`, and its number is one of `rows`.
 
     Parameters
     ----------
@@ -53,13 +53,14 @@ def subset(
         Rows to take: row numbers, or text such as "0:1000,5000:6000,7123"; the end of a range is not included.
         Default: all.
     sample : int, optional
-        Take at most this many of the selected rows, drawn at random without replacement. Default: all of them.
+        Take at most this many of the selected rows, drawn at random without replacement. Default: all selected rows.
     seed : int
-        Seed of the draw of `sample`, 0 to 2**63 - 1.
+        Seed of the random draw for `sample`, 0 to 2**63 - 1.
     overwrite : bool
-        Replace an existing output once the new one is complete.
+        Replace an existing output once the new one is complete, and discard an unfinished one.
     resume : bool
-        Continue an interrupted call with the same parameters.
+        Continue an interrupted call, which must have selected the same rows of the same pack. If the output is already
+        complete, only check that it was made of these rows.
     progress : bool
         Show a progress bar on standard error if it is a terminal.
 
@@ -70,7 +71,7 @@ def subset(
     Raises
     ------
     H5PackError
-        If a split, class or row does not exist, if no row is left, and for the same reasons as `h5pack.convert`.
+        If a split, class or row does not exist, if no row is selected, and for the same reasons as `h5pack.convert`.
 
     Examples
     --------
@@ -124,10 +125,10 @@ def _of_classes(part: Part, merged: Catalog, names: Sequence[str]) -> np.ndarray
 
 
 def _with_classes(merged: Catalog, names: tuple[str, ...]) -> Catalog:
-    """Return the tables with only the classes `names`, numbered in this order; labels of other classes become -1."""
+    """Return `merged` with only the classes `names`, numbered in this order; labels of other classes become -1."""
     assert merged.labels is not None
     assert merged.label_names is not None
-    # Several classes may have the same name. They stay different classes.
+    # A pack may have several classes of the same name. They stay different classes.
     kept = sorted((names.index(name), old) for old, name in enumerate(merged.label_names) if name in names)
     numbers = np.full(len(merged.label_names) + 1, schema.NO_LABEL, np.int64)
     numbers[[old for _, old in kept]] = np.arange(len(kept))
@@ -139,7 +140,7 @@ def _of_rows(part: Part, rows: Sequence[int] | str) -> np.ndarray:
     chosen = np.zeros(len(part), np.bool_)
     try:
         found = _parsed(rows, len(part)) if isinstance(rows, str) else np.asarray(rows)
-        found = found if found.size else np.empty(0, np.int64)  # NumPy makes floats of an empty list.
+        found = found if found.size else np.empty(0, np.int64)  # np.asarray([]) has dtype float64.
         if found.ndim != 1 or found.dtype.kind not in "iu" or (found < 0).any() or (found >= len(part)).any():
             raise ValueError
     except ValueError:
@@ -150,7 +151,7 @@ def _of_rows(part: Part, rows: Sequence[int] | str) -> np.ndarray:
 
 
 def _parsed(rows: str, count: int) -> Rows:
-    """Return the row numbers in text such as "0:1000,7123"; raise ValueError for invalid text or rows above `count`."""
+    """Return the row numbers in text such as "0:1000,7123"; raise ValueError for invalid text or a number > `count`."""
     ranges = [[int(number) for number in one.split(":")] for one in rows.split(",")]
     if any(len(one) > 2 or not all(0 <= number <= count for number in one) for one in ranges):
         raise ValueError
@@ -158,7 +159,7 @@ def _parsed(rows: str, count: int) -> Rows:
 
 
 def _with_used_splits(merged: Catalog, order: Rows) -> Catalog:
-    """Return the tables without the splits that have no row in `order`."""
+    """Return `merged` with only those splits that have rows in `order`. No rows are removed."""
     used = np.unique(merged.split_ids[order])
     numbers = np.zeros(len(merged.split_names), np.int32)
     numbers[used] = np.arange(len(used))

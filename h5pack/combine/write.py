@@ -1,8 +1,8 @@
-"""Writes the pack that a `Combination` plans: copies the rows of other packs, or writes a virtual file over them.
+"""Writes the pack that a `Combination` plans: copies the rows of other packs, or writes a virtual file over the packs.
 
-The output gets its name once it is complete. Every step of copying can be repeated after a kill: uncompressed rows are
-copied again only if the bytes in the file do not match their checksums; a compressed output is written from the
-beginning.
+The output gets its name once it is complete. If the process is killed, a resumed run repeats the interrupted step. It
+copies uncompressed rows again only if their bytes in the file do not match their checksums. It writes a compressed
+output from the beginning.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ from h5pack.version import __version__
 _TASK_BYTES = 8 * 1024 * 1024
 _BLOCK = schema.ALIGNMENT_BYTES
 _MAPPING_BYTES = 512
-"""Upper bound on the bytes that one mapping (see `_VirtualRows`) takes in a virtual file, without the file name."""
+"""Upper bound on the bytes of one mapping (see `_VirtualRows`) in a virtual file, without the name of the source file.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ class CombineReport:
     path: str  #: the output
     images: int  #: rows of the output
     bytes: int  #: size of the output
-    copied_bytes: int = 0  #: bytes of rows that were written; rows that share disk blocks with a source do not count
+    copied_bytes: int = 0  #: bytes of rows that were written; rows that share disk blocks with a pack do not count
     rejects: int = 0  #: images that were not packed, listed in ``OUT.rejects.csv``
     added: int = 0  #: rows that `append` added
-    seconds: dict[str, float] = field(default_factory=dict)
-    already_complete: bool = False  #: whether nothing was left to do, with ``resume=True`` or without new images
+    seconds: dict[str, float] = field(default_factory=dict)  #: duration of each stage, such as "copy"
+    already_complete: bool = False  #: True if ``resume=True`` found a complete output, or `append` no new images
     notes: tuple[str, ...] = ()  #: remarks of `append`, such as the classes that the pack did not have before
 
     def to_text(self) -> str:
@@ -97,7 +98,7 @@ class _UnfinishedFile(Unfinished):
         journal = Journal(output.journal)
         before, now = journal.plan() if resume else None, self._identity()
         self.resumes = before is not None
-        # As in `convert`, overwrite=True of either the interrupted or the resumed run allows replacing the output.
+        # As in `convert`, the output may be replaced if the interrupted run or this run has overwrite=True.
         self.overwrite = bool(before and before.pop("overwrite", False)) or overwrite
         if self.overwrite:
             output.permissions_of = output.final
@@ -107,8 +108,8 @@ class _UnfinishedFile(Unfinished):
             lock.renew()
         elif before != now:
             problem = (
-                "was begun with other packs, options or another version of h5pack; resume with the "
-                "same ones, or start over with overwrite=True and without resume=True"
+                "was begun with other packs, other options or another version of h5pack; resume with the same packs, "
+                "options and version, or start over with overwrite=True and without resume=True"
             )
             raise ResumeError.at(output.partial, problem, "overwrite=True", "resume=True")
         else:
@@ -134,7 +135,7 @@ def write_combination(plan: Combination, out: Path, *, overwrite: bool, resume: 
     output, stages = Output(out), Stages(progress)
     options = ConvertOptions(overwrite=overwrite, resume=resume)
     output.check(options)
-    overwrite, resume = options.overwrite, options.resume  # Python's bools, which the journal holds as JSON
+    overwrite, resume = options.overwrite, options.resume  # bools, because JSON, the journal's format, has no np.bool_
     if resume and not overwrite and output.final.exists() and not output.partial.exists():
         return _existing_report(plan, output)
     advice = "make room, then run again with resume=True"
@@ -152,7 +153,7 @@ def write_combination(plan: Combination, out: Path, *, overwrite: bool, resume: 
 
 
 def _existing_report(plan: Combination, output: Output) -> CombineReport:
-    """Return the report of an output that is already complete; raise OutputExistsError if it was made of other rows."""
+    """Return the report of a complete output; raise OutputExistsError if it was made of other packs or rows."""
     with open_file(output.final) as file:
         same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options()) and _has_tables(file, plan)
     if not same:
@@ -163,7 +164,7 @@ def _existing_report(plan: Combination, output: Output) -> CombineReport:
 
 
 def _has_tables(file: h5py.File, plan: Combination) -> bool:
-    """Return whether a pack has the file names, splits, labels, fields and checksums of rows that are planned."""
+    """Return whether `file` has the file names, splits, labels, fields and row checksums that `plan` describes."""
     tables, path = plan.tables, schema.field_path
     images, *pixels = (dataset for dataset, _, _ in plan.structure.datasets)
     images = schema.ENCODED if tables.encoded else images
@@ -189,7 +190,7 @@ def _has_tables(file: h5py.File, plan: Combination) -> bool:
 
 
 def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:
-    """Copy the rows of all datasets; return the number of copied (not shared) bytes."""
+    """Copy the rows of all datasets; return the number of copied bytes. Shared disk blocks do not count."""
     plan, total, num_threads = pack.plan, 0, available_cpus()
     with stages("copy", plan.rows * len(pack.all_offsets)) as advance, ThreadPoolExecutor(num_threads) as threads:
         for number in range(len(pack.all_offsets)):
@@ -203,9 +204,10 @@ def _copy_rows(pack: _UnfinishedFile, stages: Stages) -> int:
 class RowCopier:
     """Copies the rows of one dataset to their offsets in an unfinished file, from any number of threads.
 
-    If the file system supports it, disk blocks are shared between the files. Otherwise, rows are read, compared with
-    their checksums, and written. Threads suffice, because most of this work releases the GIL. `number` is the position
-    of the dataset in `Part.pixel_datasets`. A resumed run does not copy rows whose bytes are already in the file.
+    If the file system supports it, the unfinished file shares disk blocks with the files of the parts. Otherwise, rows
+    are read, compared with their checksums, and written. A resumed run does not copy rows whose bytes are already in
+    the unfinished file. Threads are as fast as processes here, because most of this work releases the GIL. `number` is
+    the position of the dataset in `Part.pixel_datasets`.
     """
 
     def __init__(self, pack: _UnfinishedFile, number: int) -> None:
@@ -220,7 +222,10 @@ class RowCopier:
             yield start, start + count
 
     def copy(self, task: tuple[int, int]) -> tuple[int, int]:
-        """Copy the rows of a task, or share their blocks unchecked; return the number of rows, and of bytes copied."""
+        """Copy the rows of a task, or share their disk blocks; return (number of rows, number of copied bytes).
+
+        Rows whose disk blocks are shared are not compared with their checksums.
+        """
         copied = 0
         for owner, start, stop in self._origins.runs(*task):
             if owner not in self._copied_parts and self._clone(owner, start, stop):
@@ -233,7 +238,10 @@ class RowCopier:
         return task[1] - task[0], copied
 
     def _clone(self, owner: int, start: int, stop: int) -> bool:
-        """Share the disk blocks of contiguous rows, and copy partial blocks at both ends; return whether it works."""
+        """Share the disk blocks of contiguous rows, and copy partial blocks at both ends.
+
+        Return False if that is not possible, so that the rows must be copied.
+        """
         part = self._parts[owner]
         source = self._source_range(part, start, stop)
         if source is None:
@@ -253,7 +261,7 @@ class RowCopier:
         return True
 
     def _source_range(self, part: Part, start: int, stop: int) -> tuple[int, int] | None:
-        """Return the offset and the size in bytes of rows in their part's file; None if they are not contiguous."""
+        """Return the offset and the size, in bytes, of rows in their part's file; None if they are not contiguous."""
         rows = self._origins.rows[start:stop]
         index = part.engine.indexes[part.pixel_datasets[self._number]]
         if len(consecutive_runs(rows)) != 2:
@@ -301,7 +309,7 @@ def _compress_rows(pack: _UnfinishedFile, stages: Stages) -> int:
 def _compressed_chunk(task: tuple[int, int]) -> bytes:
     """Return the compressed bytes of a chunk. `task` is (position of the dataset, first row of the chunk).
 
-    If a part has a chunk of the same rows with the same compression, that chunk's bytes are reused.
+    If a part has a chunk of the same rows with the same compression, return the stored bytes of that chunk.
     """
     plan: Combination = shared()
     number, start = task
@@ -323,7 +331,10 @@ def _compressed_chunk(task: tuple[int, int]) -> bytes:
 
 
 def _stored_chunk(part: Part, number: int, rows: Rows) -> bytes | None:
-    """Return the bytes of a part's chunk if it has exactly these rows and matches its checksum, else None."""
+    """Return the stored bytes of the part's chunk that consists of exactly `rows`.
+
+    Return None if there is no such chunk, or if its bytes do not match their checksum.
+    """
     index = part.engine.indexes[part.pixel_datasets[number]]
     chunk, within = divmod(int(rows[0]), index.chunk_rows)
     whole = len(rows) == index.chunk_rows and not within and len(consecutive_runs(rows)) == 2
@@ -334,7 +345,7 @@ def _stored_chunk(part: Part, number: int, rows: Rows) -> bytes | None:
 
 
 def write_virtual(plan: Combination, out: Path, *, overwrite: bool) -> CombineReport:
-    """Write the virtual file of a combination. Interrupted calls are not resumed, because writing takes little time."""
+    """Write the virtual file of a combination. It takes little time, so an interrupted call cannot be resumed."""
     begin, options = time.perf_counter(), ConvertOptions(overwrite=overwrite)
     output = Output(out, permissions_of=out if overwrite else None)
     output.check(options, resumable=False)
@@ -372,7 +383,7 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
     structure = replace(plan.structure, compat=False, compression=None, metadata_bytes=room)
     lengths = [plan.stored_rows(plan.rows), *[plan.rows] * len(structure.fields)]
     with create_file(path, structure) as file:
-        # Allocate the disk space first, for the reason in `write_structure`.
+        # HDF5 2.0.0 may crash if it cannot write metadata when it closes a file, so allocate the disk space first.
         reserve(path, 0, structure.metadata_bytes)
         reserve(path, structure.metadata_block_bytes, table_bytes(plan.tables))
         for (name, row_shape, dtype), found, rows in zip(structure.datasets, mappings, lengths, strict=True):
@@ -387,7 +398,10 @@ def _write(plan: Combination, path: Path, folder: Path) -> None:
 
 
 class _VirtualRows(NamedTuple):
-    """Consecutive rows (single bytes of encoded images) of a virtual dataset, and where they are stored."""
+    """A mapping: consecutive rows of a virtual dataset, and their location in a source dataset.
+
+    In a dataset of encoded images, a row is a single byte.
+    """
 
     first: int  # first row in the virtual dataset
     length: int
@@ -398,7 +412,10 @@ class _VirtualRows(NamedTuple):
 
 
 def _mappings(plan: Combination, number: int) -> Iterator[_VirtualRows]:
-    """Yield mappings in ascending order of rows. Rows of a virtual part are mapped to the files that store them."""
+    """Yield the mappings of the dataset at position `number` of `Part.pixel_datasets`, in ascending order of rows.
+
+    Rows of a virtual part are mapped to the files that store them, not to the virtual file.
+    """
     for owner, start, stop in plan.origins.runs(0, plan.rows):
         part, rows = plan.parts[owner], plan.origins.rows[start:stop]
         index = part.engine.indexes[part.pixel_datasets[number]]
@@ -420,7 +437,7 @@ def _sources_of(path: str, index: ChunkIndex, first: int, begin: int, end: int) 
     ranges = index.ranges(begin, end)
     counts = np.diff(np.append(ranges.firsts, end))
     starts = ranges.firsts + ranges.shifts
-    # Each range is within one chunk, so join ranges that follow each other in one source.
+    # A range never extends beyond a chunk, so there may be many. Join ranges that follow each other in one source.
     joins = (np.diff(ranges.source_ids) == 0) & (starts[1:] == starts[:-1] + counts[:-1])
     for low, high in itertools.pairwise(run_edges(~joins).tolist()):
         source = index.sources[int(ranges.source_ids[low])]
@@ -442,18 +459,18 @@ def _sources(shape: tuple[int, ...], mappings: list[_VirtualRows], names: dict[s
 
 
 def virtual_name(path: str, folder: Path) -> bytes:
-    """Return the name with which a virtual file in `folder` refers to a file: its relative path.
+    """Return the name by which a virtual file in `folder` refers to the file `path`: its path relative to `folder`.
 
-    After a symbolic link to a folder, the system resolves ".." to the parent of the link's target. So links are
-    resolved if the path would otherwise lead elsewhere. Raise SourceError if the name is not valid UTF-8.
+    Symbolic links are resolved if the relative path would otherwise lead to another file: after a link to a folder, the
+    system resolves ".." to the parent of the link's target. Raise SourceError if the name is not valid UTF-8.
     """
     found = os.path.relpath(path, folder)
     parent, name = os.path.split(path)
     if os.path.realpath(folder / os.path.dirname(found)) != os.path.realpath(parent):
         found = os.path.relpath(os.path.join(os.path.realpath(parent), name), os.path.realpath(folder))
     try:
-        # Store % as %%, because HDF5 takes %b for the number of a block.
+        # Write % as %%, because HDF5 would replace %b by the number of a block.
         return found.replace("%", "%%").encode()
     except UnicodeEncodeError as error:
-        problem = "its path is not valid UTF-8, so h5py could not read a virtual file over it; rename it"
+        problem = "its path is not valid UTF-8, so h5py could not read a virtual file that refers to it; rename it"
         raise SourceError.at(path, problem) from error
