@@ -95,16 +95,20 @@ class CenterCrop(_Crop):
             object.__setattr__(self, "resize", whole_number("resize", self.resize, 1, MAX_SIZE))
 
     def resized_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return height and width, in pixels, of an image of this size after resizing, rounded as in torchvision."""
+        """Return height and width, in pixels, that an image of `height` x `width` pixels has after resizing.
+
+        They are rounded as in torchvision.
+        """
         if self.resize is None:
             return height, width
         longer = int(self.resize * max(height, width) / min(height, width))
         return (longer, self.resize) if width <= height else (self.resize, longer)
 
     def window(self, height: int, width: int) -> tuple[int, int]:
-        """Return the window's first row and column in the resized image; 0 or less if the window is larger.
+        """Return the window's first row and column in the resized image.
 
-        `height` and `width` are the size of the image before resizing, in pixels.
+        `height` and `width` are the size of the image before resizing, in pixels. If the window is higher than the
+        resized image, the first row is 0 or negative; if it is wider, so is the first column.
         """
         sides = zip(self.resized_size(height, width), self.output_size, strict=True)
         top, left = (round((side - size) / 2) if side >= size else -((size - side) // 2) for side, size in sides)
@@ -120,7 +124,7 @@ class RandomResizedCrop(_Crop):
     size : int or (int, int)
         Height and width of the result, in pixels. An int gives a square. Resizing is bilinear and antialiased.
     scale : (float, float)
-        Range of the window's area, as a fraction of the image's area. The area is drawn uniformly from it.
+        Range of the window's area, as a fraction of the image's area. The area is drawn uniformly from this range.
     ratio : (float, float)
         Range of the window's width divided by its height. The ratio is drawn log-uniformly from this range.
 
@@ -191,7 +195,10 @@ ResizedCrop = CenterCrop | RandomResizedCrop
 
 
 def check_image_size(crop: ResizedCrop, height: int, width: int) -> None:
-    """Raise OptionsError if images of this size cannot be resized with 32-bit arithmetic, or have no pixels."""
+    """Raise OptionsError if images of `height` x `width` pixels cannot be resized with 32-bit arithmetic.
+
+    Images without pixels cannot be resized either.
+    """
     resized = crop.resized_size(height, width) if height and width else (0, 0)
     if not min(resized) or max(height * resized[0], width * resized[1]) > _MAX_PRODUCT:
         what = f"to {resized[0]} x {resized[1]} pixels; give another crop" if height and width else "pixels"

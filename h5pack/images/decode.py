@@ -53,14 +53,15 @@ MAX_PIXELS = 178_956_970
 MAX_SIDE = 2**31 - 1
 """Largest height and width of an image. A survey stores sides as int32."""
 _LONG_HEAD_BYTES = 65_536
-# Decoders process the whole image for each scan of a progressive JPEG. 10 scans are usual, of at least 11 bytes.
-# Images below `_SCANNED_PIXELS` may have any number.
+# Decoders process the whole image for each scan of a progressive JPEG. 10 scans are usual. A scan has at least 11
+# bytes. Images of at most `_SCANNED_PIXELS` pixels may have any number of scans.
 _MAX_SCANS, _SCANNED_PIXELS, _SCAN_BYTES = 1_000, 1_000_000, 11
 _ENCODER_SLACK_BYTES = 1_024
 _16_BIT = ("I;16", "I;16L", "I;16B", "I;16N")
 _TIFF_STARTS = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
-# A message of libtiff begins with the name that Pillow gives to every TIFF file, or with that of a function, such as
-# LZWDecode. Names that end in Error, Exception or Warning are excluded: one begins the last line of a traceback.
+# A message of libtiff begins with "tempfile.tif", the name that Pillow gives to every TIFF file, or with the name of a
+# function, such as LZWDecode. Names that end in Error, Exception or Warning are excluded, because the last line of a
+# Python traceback begins with such a name.
 _LIBTIFF = re.compile(rb"(?:tempfile\.tif: |(?=_?[A-Z]\w*(?<!Error)(?<!Exception)(?<!Warning): ))(.+)")
 
 
@@ -143,7 +144,7 @@ def _strict_process() -> Iterator[None]:
 def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int) -> ImageHeader:
     """Return an image's size after applying its Exif orientation, and its decode path.
 
-    `head` has the first bytes of the file; `open_file` is called only if more are needed. Raise
+    `head` has the first bytes of the file; `open_file` is called only if more bytes are needed. Raise
     RejectedImageError if the file is not an image or has more than `max_pixels` pixels, OSError if the storage fails.
     """
     if not head:
@@ -225,8 +226,8 @@ class Decoder:
     def _decode_plain(self, data: bytes, decode_path: int, out: npt.NDArray[np.uint8]) -> bool:
         """Decode an upright gray or YCbCr JPEG with simplejpeg or directly with Pillow's JPEG decoder.
 
-        Return False if this fails or simplejpeg warns. The caller then decodes with ``Image.open``, which also gives
-        the reason if the image must be rejected.
+        Return True if this works. Return False if it fails or if simplejpeg warns. The caller then decodes with
+        ``Image.open``, whose error gives the reason if the image must be rejected.
         """
         header = parse_jpeg(data) if len(data) > _SCAN_BYTES * _MAX_SCANS else None
         if header is not None:
@@ -343,15 +344,15 @@ def resized(
 
 
 def image_of(pixels: npt.NDArray[Any]) -> Image.Image:
-    """Return pixels (h, w, c), uint8 or uint16 gray, as a Pillow image, gray if c is 1."""
+    """Return a Pillow image of pixels (h, w, c): gray if c is 1, else RGB. The dtype is uint8, or uint16 if c is 1."""
     return Image.fromarray(np.ascontiguousarray(pixels[:, :, 0] if pixels.shape[2] == 1 else pixels))
 
 
 def _copy_pixels(image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
     """Copy the pixels of an "L" or "RGB" image into `out`, which must be contiguous.
 
-    ``np.asarray`` would call ``tobytes``, which encodes 64 KiB at a time and joins the pieces. With it, a conversion
-    that decodes with Pillow takes 6% longer (median of 6 interleaved pairs).
+    ``np.asarray`` would call ``tobytes``, which encodes 64 KiB at a time and joins the pieces. With ``np.asarray``, a
+    conversion that decodes with Pillow takes 6% longer (median of 6 interleaved pairs of conversions).
     """
     # Private API: Pillow has no public function to return raw pixels in one step. If this fails, NumPy copies them.
     try:
@@ -385,7 +386,10 @@ def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
 
 
 def refuse_scans(data: bytes, pixels: int) -> None:
-    """Raise RejectedImageError for a JPEG of this many pixels whose scans might take minutes to decode."""
+    """Raise RejectedImageError if `data` is a JPEG with so many scans that decoding might take minutes.
+
+    `pixels` is the number of its pixels. Small JPEGs are decoded fast enough with any number of scans.
+    """
     if pixels > _SCANNED_PIXELS and data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > _MAX_SCANS:
         raise RejectedImageError(f"decompression bomb: more than {_MAX_SCANS} scans")
 
@@ -467,9 +471,9 @@ def _is_exact(decode_jpeg: Callable[..., npt.NDArray[np.uint8]], decode_path: in
 
 
 def sample_jpegs(decode_path: DecodePath, mode: str) -> Iterator[tuple[bytes, npt.NDArray[np.uint8]]]:
-    """Yield small JPEGs of the kind `decode_path`, and their pixels as Pillow decodes them, in `mode`.
+    """Yield small JPEGs of the kind `decode_path`, each with the pixels that Pillow decodes from it, in `mode`.
 
-    Height and width are odd; the JPEGs are baseline and progressive, each in low and high quality.
+    Height and width are odd. Two of the JPEGs are baseline and two are progressive, each in low and high quality.
     """
     height, width = 37, 53
     y, x = np.mgrid[:height, :width]

@@ -1,4 +1,4 @@
-"""Encoding of images of any format as JPEG, after shrinking those that are too large."""
+"""Encoding of images of any format as JPEG. Images that are too large are shrunk first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from h5pack.images.headers import DecodePath
 
 
 def fitted_size(height: int, width: int, max_side: int | None) -> tuple[int, int]:
-    """Return an image's height and width after shrinking its longer side to at most `max_side`; None: unchanged."""
+    """Return an image's height and width after shrinking its longer side to at most `max_side` pixels.
+
+    If `max_side` is None, return `height` and `width`.
+    """
     longer = max(height, width)
     if max_side is None or longer <= max_side:
         return height, width
@@ -22,11 +25,11 @@ def fitted_size(height: int, width: int, max_side: int | None) -> tuple[int, int
 
 
 class JpegEncoder(Decoder):
-    """Decodes images, shrinks their longer side to at most `max_side` pixels, and encodes them as JPEG of `quality`.
+    """Decodes images, shrinks their longer side to at most `max_side` pixels, and encodes them as JPEG.
 
     If `max_side` is None, no image is shrunk. Images of more than `max_pixels` pixels are rejected. Images are
-    decoded as by `Decoder`, and turned upright. Gray images stay gray, unless they have alpha or one bit per pixel.
-    Chroma is subsampled (4:2:0).
+    decoded as by `Decoder`, and turned upright. Gray images stay gray, except that images with alpha or with one bit
+    per pixel become RGB. `quality` is Pillow's JPEG quality. Chroma is subsampled (4:2:0).
     """
 
     def __init__(self, max_side: int | None, quality: int, max_pixels: int) -> None:
@@ -46,9 +49,11 @@ class JpegEncoder(Decoder):
         height, width = fitted_size(image.height, image.width, self._max_side)
         if (height, width) != (image.height, image.width):
             image = image.resize((width, height), self._resample)
-        # Copy an opened file, because to save it, Pillow would need the working directory, which may not exist.
+        # Copy the image if it is an opened file. To save an opened file, Pillow would need the working directory, which
+        # may not exist.
         image = image.copy() if isinstance(image, ImageFile.ImageFile) else image
-        # Drop the source's comment. It would be written if Pillow decoded the source, but not if simplejpeg did.
+        # Drop the comment of the source file. Otherwise, Pillow would write the comment, but only if Pillow, not
+        # simplejpeg, had decoded the file.
         image.info = {}
         stream = io.BytesIO()
         try:

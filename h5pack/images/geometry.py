@@ -34,7 +34,10 @@ class Placement:
     def of(
         cls, heights: npt.NDArray[np.int32], widths: npt.NDArray[np.int32], height: int, width: int, fit: str
     ) -> Placement:
-        """Return how M images, `heights` x `widths`, are resized to `height` x `width`; for `fit`, see `convert`."""
+        """Return how M images of `heights` x `widths` pixels are resized to `height` x `width` pixels.
+
+        `fit` is the option of `h5pack.convert`: crop, pad or stretch.
+        """
         old = np.maximum(np.stack([widths, heights], axis=1), 1).astype(np.float64)
         new = np.broadcast_to(np.array([width, height], np.float64), old.shape)
         if fit == "stretch":
@@ -42,12 +45,12 @@ class Placement:
         ratio, wanted = old[:, 0] / old[:, 1], width / height
         wide = ratio >= wanted if fit == "crop" else ratio > wanted
         if fit == "crop":
-            # As in ImageOps.fit, the crop around the center need not begin at a whole pixel.
+            # As in ImageOps.fit, the crop around the center may begin at a fraction of a pixel.
             crop = old.copy()
             crop[wide, 0], crop[~wide, 1] = wanted * old[wide, 1], old[~wide, 0] / wanted
             scale = new / crop
             return cls(scale, -(old - crop) / 2 * scale, new)
-        # As in `resized`: both sides get at least one pixel.
+        # As in `h5pack.images.decode.resized`, both sides get at least one pixel.
         inner = new.copy()
         inner[wide, 1] = np.maximum(1, np.rint(old[wide, 1] / old[wide, 0] * width))
         inner[~wide, 0] = np.maximum(1, np.rint(ratio[~wide] * height))
@@ -55,7 +58,10 @@ class Placement:
 
     @classmethod
     def shrunk(cls, heights: npt.NDArray[np.int32], widths: npt.NDArray[np.int32], max_side: int | None) -> Placement:
-        """Return how M images, `heights` x `widths`, are shrunk so that no side exceeds `max_side`, if given."""
+        """Return how M images of `heights` x `widths` pixels are shrunk so that no side exceeds `max_side` pixels.
+
+        If `max_side` is None, no image is shrunk.
+        """
         old = np.maximum(np.stack([widths, heights], axis=1), 1)
         new = old.copy()
         for index in np.flatnonzero(old.max(axis=1) > (max_side or math.inf)).tolist():

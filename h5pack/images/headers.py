@@ -1,8 +1,9 @@
 """Image headers: an image's size and how it may be decoded.
 
-Plain JPEG and PNG files are parsed here, in a tenth of the time that Pillow needs to open one. All other files (with
-orientation tags, unusual color spaces, or other formats) are left to Pillow. The tests require that both give the same
-results. "Upright" means that the Exif orientation has been applied, or that there is none to apply.
+Plain JPEG and PNG files are parsed here, in a tenth of the time that Pillow needs to open such a file. All other files
+(with orientation tags, unusual color spaces, or other formats) are left to Pillow. The tests require that this module
+and Pillow give the same results. "Upright" means that the Exif orientation has been applied, or that there is none to
+apply.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ _FORMATS = frozenset({
     "AVIF", "BMP", "DDS", "DIB", "GIF", "HEIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD", "QOI",
     "SGI", "TGA", "TIFF", "WEBP",
 })  # fmt: skip
-"""The formats of `IMAGE_SUFFIXES`. Pillow has more: it decodes EPS, also inside of IPTC, by running Ghostscript."""
+"""Pillow's names for the formats of `IMAGE_SUFFIXES`.
+
+Pillow supports further formats, which must not be opened: it decodes EPS files by running Ghostscript, and an IPTC file
+may contain EPS.
+"""
 _HEIF_BRANDS = (b"ftyphe", b"ftypmif1", b"ftypmsf1")
 _ICONS = (b"\0\0\1\0", b"icns")
-# The sides of PNG images, JPEG 2000 images and JPEG 2000 codestreams.
+# Finds the images in an icon: PNG images, JPEG 2000 images and JPEG 2000 codestreams. Two of its groups are the sides.
 _PARTS_OF_ICONS = re.compile(
     rb"\x89PNG\r\n\x1a\n.{4}IHDR(.{4})(.{4})|\0\0\0\x16ihdr(.{4})(.{4})|\xff\x4f\xff\x51.{4}(.{4})(.{4})", re.DOTALL
 )
@@ -100,8 +105,8 @@ def orientation_of(image: Image.Image) -> int:
 def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
     """Return ``Image.open(file)`` for the formats of `IMAGE_SUFFIXES`; raise UnidentifiedImageError for others.
 
-    Pillow decodes images in icons before their size is known. So raise RejectedImageError here for an icon with an
-    image of more than `max_pixels`.
+    Pillow decodes the images in an icon before their size is known. So raise RejectedImageError here if an icon has an
+    image of more than `max_pixels` pixels.
     """
     head = file.read(12)
     _prepare_format(head)
@@ -117,7 +122,10 @@ def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
 
 
 def _prepare_format(head: bytes) -> None:
-    """Register pillow-heif for a HEIF file. Raise RejectedImageError if it is not installed, and for PostScript."""
+    """Register pillow-heif with Pillow if `head` is the start of a HEIF file.
+
+    Raise RejectedImageError if pillow-heif is needed but not installed, or if the file is PostScript.
+    """
     if head.startswith((b"%!PS", b"\xc5\xd0\xd3\xc6")):
         raise RejectedImageError("PostScript cannot be decoded without running a program; convert it to PNG")
     if not head[4:].startswith(_HEIF_BRANDS) or "HEIF" in Image.OPEN:
@@ -197,10 +205,10 @@ def with_height(data: bytes, height: int) -> bytes:
 
 
 def is_incomplete(data: bytes) -> bool:
-    """Return whether a progressive JPEG has no scans for some of its coefficients, or for some of their bits.
+    """Return whether a JPEG is progressive and lacks the scans of some coefficients, or of some bits of coefficients.
 
-    Decoders estimate these from the surrounding blocks, so the pixels in a window depend on pixels outside of it.
-    `data` must be a JPEG for which `parse_jpeg` returns a header.
+    Decoders estimate what is missing from the surrounding blocks. So the pixels in a window depend on pixels outside of
+    the window. `data` must be a JPEG for which `parse_jpeg` returns a header.
     """
     position = _frame_position(data)
     if data[position + 1] != _PROGRESSIVE:

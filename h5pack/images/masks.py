@@ -69,7 +69,7 @@ def _dtype(image: Image.Image) -> str:
 
 
 def mask_numbers(image: Image.Image) -> npt.NDArray[Any]:
-    """Return an open mask as uint8 or int32 (h, w); raise RejectedImageError unless each pixel is one integer."""
+    """Return the pixels of an opened mask, uint8 or int32 (h, w); raise RejectedImageError if they are not integers."""
     return np.asarray(image).astype(_dtype(image), copy=False)
 
 
@@ -92,13 +92,14 @@ class MaskDecoder:
         self._options, self._dtype = options, dtype
 
     def decode(self, source: bytes | npt.NDArray[Any], image: Upright, out: npt.NDArray[Any]) -> None:
-        """Decode a mask into `out`, (H, W); raise RejectedImageError if it cannot be decoded or does not fit its image.
+        """Decode a mask into `out`, (H, W).
 
         `source` is the bytes of a file, or pixels (h, w). `image` is `Decoder.upright` after decoding the mask's image.
+        Raise RejectedImageError if the mask cannot be decoded, or if its upright size is not that of its image.
         """
         pixels = self.pixels(source, image)
         if pixels.shape != out.shape:
-            # The sizes differ only with `options.resize`. Without it, images of another size were already rejected.
+            # The shapes differ only with `options.resize`. Without it, images of another size were already rejected.
             size = (self._options.width, self._options.height)
             found, border = Image.fromarray(pixels), PADDING[self._dtype]
             pixels = np.asarray(resized(found, size, self._options.fit, Image.Resampling.NEAREST, border))
@@ -115,7 +116,8 @@ class MaskDecoder:
                 pixels = np.asarray(mask).astype(self._dtype, copy=False)
                 pixels = _turned(pixels, orientation_of(mask))
             if before == 1:
-                # Turn a mask without an orientation of its own like its image, if it then has the upright image's size.
+                # The file has no orientation of its own. Turn the mask like its image, if the turned mask has the size
+                # of the upright image.
                 turned = _turned(pixels, image.orientation)
                 pixels = turned if turned.shape == (image.height, image.width) else pixels
         else:

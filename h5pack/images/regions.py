@@ -1,7 +1,8 @@
 """Decoding a window of a JPEG, with less work than decoding the whole image.
 
 nvImageCodec decodes only the window, on the CPU; no GPU is needed. simplejpeg decodes all rows from the top of the
-image to the end of the window. Each of the two is used if it is installed and gives the same pixels as Pillow.
+image to the end of the window. Each of these two packages is used only if it is installed and gives the same pixels as
+Pillow.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def _decode_top(data: bytes, header: ImageHeader, window: Window) -> Pixels | No
 
     top, left, height, width = window
     whole = scratch(min(top + height + _CONTEXT_ROWS, header.height), header.width)
-    # With strict=False, simplejpeg ignores the bytes after the last row, but would not notice a truncated file.
+    # With strict=False, simplejpeg accepts bytes after the last row, as in `with_height`. It would also accept a
+    # truncated file, so check the end marker here.
     if not data.endswith(_END):
         return None
     try:
@@ -140,12 +142,13 @@ def _exact_paths(decode: _Decode) -> frozenset[DecodePath]:
     try:
         return frozenset(path for path in DecodePath if path != DecodePath.PILLOW and _is_exact(decode, path))
     except Exception:
-        # The package is not installed, too old, or does not work on this machine. Other decoders give the same pixels.
+        # The package is not installed, is too old, or does not work on this machine. Then the caller uses another
+        # decoder, which gives the same pixels.
         return frozenset()
 
 
 def _is_exact(decode: _Decode, path: DecodePath) -> bool:
-    # Small images, baseline and progressive. Some windows begin and end within JPEG blocks.
+    # The sample images are baseline and progressive. Some of the windows begin and end within JPEG blocks.
     for data, expected in sample_jpegs(path, "RGB"):
         header = ImageHeader(expected.shape[0], expected.shape[1], path)
         for window in ((0, 0, header.height, header.width), (7, 11, 23, 35), (17, 1, 1, 51), (16, 16, 16, 32)):
