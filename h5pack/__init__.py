@@ -1,14 +1,14 @@
 """Pack an image folder once into ordinary chunked HDF5, then feed a GPU from it.
 
-All public names are imported on first use, so that ``import h5pack`` takes only milliseconds::
+All public functions and classes are imported on first use, so that ``import h5pack`` takes only milliseconds::
 
     import h5pack
 
     h5pack.convert("./celebA", "out.h5")
     dataset = h5pack.H5Dataset("out.h5", split="train")
 
-Types that functions return, such as reports, are documented together with the functions. Import them from the modules
-that define them.
+Some functions return types that ``h5pack`` does not export, such as ``BenchReport``. These types are documented
+together with the functions. Import them from the modules that define them.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ h5pack doctor out.h5                      find the slowest stage of feeding a tr
 _OTHER_WAYS = {
     ("convert", "--split"): " (to convert one split, give its folder as SOURCE, or use --include 'train/*')",
 }
-"""Hints for options that a command lacks but other commands have, by (command, option)."""
+"""Hints that replace "did you mean" in the error message; the key is a command and an option that it does not have."""
 
 
 _REPEAT_SECONDS = 0.4
@@ -79,7 +79,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _option_hint(name: str, known: Sequence[str]) -> str:
-    """Return a hint: which known option starts with `name` or is similar, or that `name` is in the wrong place."""
+    """Return a hint for the unrecognized argument `name`: a known option that starts with `name` or is similar to it.
+
+    If `name` itself is a known option, it was given before the command. The hint is empty if no option is similar.
+    """
     if not name:
         return ""
     if name in known:
@@ -93,9 +96,11 @@ class _Terminated(KeyboardInterrupt):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line with arguments, by default ``sys.argv[1:]``; return the exit status, or exit with it.
+    """Run h5pack with the arguments `argv`, by default ``sys.argv[1:]``, and return the exit status.
 
     The status is 0 for success, 1 for an error or damage, 2 for invalid arguments, 130 after SIGINT, 143 after SIGTERM.
+    For ``--help``, ``--version`` and arguments that the parser rejects, raise SystemExit. With ``--debug``, raise the
+    exception of a command that fails.
     """
     _open_standard_streams()
     parser = _parser()
@@ -118,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except H5PackError as error:
         if arguments.debug:
             raise
-        # Names of files and classes may contain line breaks and control sequences of the terminal.
+        # Escape line breaks and terminal control sequences, which names of files and classes may contain.
         print(f"h5pack: {printable(option_text(str(error), error.parameters, arguments.parser))}", file=sys.stderr)
         return 2 if isinstance(error, OptionsError) else 1
     except KeyboardInterrupt as error:
@@ -151,7 +156,7 @@ def _open_standard_streams() -> None:
 
 
 def _discard_output() -> None:
-    """Redirect standard output to /dev/null, so that Python does not fail again when it flushes it at exit."""
+    """Redirect standard output to /dev/null. Otherwise, Python would fail again when it flushes the stream at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -161,27 +166,29 @@ def _unexpected(error: Exception) -> str:
         try:
             os.getcwd()
         except OSError as failed:
-            return f"the working directory cannot be used ({failed.strerror}); change to another one, then run again"
+            return f"the working directory cannot be used ({failed.strerror}); change to another folder, then run again"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
         try:
             print(flush=True)
         except OSError:
             _discard_output()
-            return f"standard output cannot be written ({error.strerror}); redirect it to another place"
+            return f"standard output cannot be written ({error.strerror}); redirect it to another file"
     return f"{type(error).__name__}: {error} (run again with --debug for the traceback)"
 
 
 def _resend_signal(previous_hook: Callable[[Any], object], unraisable: Any) -> None:
     """Send SIGINT or SIGTERM again if Python dropped the exception that the signal handler raised.
 
-    Python drops exceptions in ``__del__`` and in weakref callbacks. Pass any other exception to `previous_hook`.
+    Python drops exceptions that are raised in ``__del__`` and in weakref callbacks, and calls this hook. If the dropped
+    exception is not from the signal handler, call `previous_hook`.
     """
     error = unraisable.exc_value
     if not isinstance(error, KeyboardInterrupt):
         previous_hook(unraisable)
         return
     number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
-    # Wait, because Python would also drop an exception that is raised while this hook runs.
+    # Wait, because Python would also drop an exception that is raised while this hook runs. Wait for more than
+    # `_REPEAT_SECONDS`, because `_SignalHandler` ignores a second signal during that time.
     threading.Timer(_REPEAT_SECONDS + 0.1, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 
 
@@ -197,10 +204,11 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 
 class _SignalHandler:
-    """Raises KeyboardInterrupt on SIGINT, and `_Terminated` on SIGTERM. Ignores a signal that soon follows another.
+    """Raises KeyboardInterrupt on SIGINT, and `_Terminated` on SIGTERM. Then ignores signals for `_REPEAT_SECONDS`.
 
-    A second exception would interrupt the cleanup after the first one: `h5pack join` has hung because a lock of
-    `concurrent.futures` was never released. Programs that forward signals often send two, to the process and its group.
+    Programs that forward a signal often send it twice: to the process and to its process group. A second exception
+    would interrupt the cleanup after the first one: `h5pack join` has hung because a lock of `concurrent.futures` was
+    never released.
     """
 
     def __init__(self) -> None:
@@ -214,7 +222,7 @@ class _SignalHandler:
 
 
 def _interrupted(arguments: argparse.Namespace) -> str:
-    """Return the message after SIGINT or SIGTERM: which file was kept, and how to continue."""
+    """Return the message after SIGINT or SIGTERM. If there is unfinished output, the message says how to continue."""
     if getattr(arguments, "out", None) is None:
         return "interrupted"
     out = Path(arguments.out)

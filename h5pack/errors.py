@@ -10,19 +10,19 @@
     ├── RejectedImageError (ValueError)      one image cannot be packed (raised only with ``strict``)
     ├── OutputExistsError (FileExistsError)  the output, finished or unfinished, already exists
     ├── OutputBusyError (BlockingIOError)    another process is writing this output
-    ├── NoSpaceError (OSError)               the output or temporary files do not fit on the disk
-    ├── ResumeError (ValueError)             the interrupted conversion had other options or another source
+    ├── NoSpaceError (OSError)               the output or temporary files do not fit on the disk, or exceed a limit
+    ├── ResumeError (ValueError)             a conversion cannot be resumed, for example with other options
     ├── WorkerError (RuntimeError)           a worker process died, or cannot be used
     ├── PackFormatError (ValueError)         a file is missing, damaged, not a pack, or lacks a requested dataset
     │   └── IncompletePackError              a pack's conversion did not finish
     ├── PackChangedError (RuntimeError)      the file was replaced or rewritten while it was in use
     ├── ReadError (OSError)                  rows cannot be read: the file was truncated, or its storage failed
     ├── DamagedRowsError (ValueError)        rows do not match their checksums, or cannot be decoded
-    ├── StateError (ValueError)              a saved state is damaged, or belongs to another order of rows
+    ├── StateError (ValueError)              a state cannot be saved or loaded, for example with another order of rows
     └── LoaderError (RuntimeError)           a loader cannot return a batch, for example in a forked child
 
-Every message is one line (unless a path has several): what is wrong, where (file, dataset, rows) and, where possible,
-what to do next.
+A message says what is wrong, where (file, dataset, rows) and, where possible, what to do next. It is one line, unless
+a path in it contains a line break.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ if TYPE_CHECKING:
 
 
 class H5PackError(Exception):
-    """Base class of h5pack's errors. Wrong indices and unknown keywords raise an IndexError or TypeError instead.
+    """Base class of h5pack's errors.
+
+    Two kinds of errors are not an H5PackError: an index out of range raises IndexError, and an unknown keyword argument
+    raises TypeError.
 
     Parameters
     ----------
     message : str
-        One line: what is wrong, where, and what to do. It names parameters in Python syntax (``overwrite=True``).
+        What is wrong, where, and what to do, in one line. It names parameters in Python syntax (``overwrite=True``).
     path : str or path, optional
         The file or folder that the error is about.
     dataset : str, optional
@@ -84,18 +87,21 @@ class H5PackError(Exception):
         dataset: str | None = None,
         rows: Sequence[int] = (),
     ) -> Self:
-        """Return the error about a file or folder: its message is the path, a colon and the `problem`."""
+        """Return an error about a file or folder, with the message "PATH: PROBLEM". `parameters` as for the class."""
         return cls(f"{path}: {problem}", path=path, dataset=dataset, rows=rows, parameters=parameters)
 
 
 class OptionsError(H5PackError, ValueError):
-    """An option's value is invalid, by itself or in combination with other options."""
+    """An option's value is invalid: by itself, together with other options, for the given data, or on this machine."""
 
 
 class SourceError(H5PackError, ValueError):
     """The source is missing, ambiguous or cannot be read, or its tables (such as labels) do not match its images.
 
-    Also raised if the output's folder does not exist or is not writable.
+    Also raised in these cases:
+
+    - The output cannot be created, for example because its folder does not exist or is not writable.
+    - Packs that are joined or appended to differ, for example in their fields.
     """
 
 
@@ -106,8 +112,11 @@ class NoImagesError(SourceError):
 class SizesDifferError(SourceError):
     """Images that must have the same size differ in size.
 
-    The same size is required of the images of a source if ``size`` is not given, of images to append and those of the
-    pack, and of the encoded images of one batch.
+    Images must have the same size in these cases:
+
+    - All images of a source, if it is converted with neither ``size`` nor ``keep``.
+    - The new images of `append` and the images of the pack, if the pack was made with neither ``size`` nor ``keep``.
+    - The encoded images of a batch, if they are decoded without a crop or a resize.
     """
 
 
@@ -128,7 +137,7 @@ class OutputBusyError(H5PackError, BlockingIOError):
 
 
 class NoSpaceError(H5PackError, OSError):
-    """The output, or temporary files, do not fit on their file system."""
+    """The output or temporary files do not fit on their file system, or exceed a quota or a limit on file sizes."""
 
 
 class ResumeError(H5PackError, ValueError):
@@ -139,7 +148,7 @@ class ResumeError(H5PackError, ValueError):
 
 
 class WorkerError(H5PackError, RuntimeError):
-    """Worker processes died, cannot start or cannot use the source, or a cluster cannot be used."""
+    """A worker process died, cannot start, or cannot receive or read the source; or a Dask cluster cannot be used."""
 
 
 class PackFormatError(H5PackError, ValueError):
@@ -154,7 +163,7 @@ class IncompletePackError(PackFormatError):
 
 
 class PackChangedError(H5PackError, RuntimeError):
-    """The file of an open dataset was replaced or rewritten after the dataset object was created."""
+    """The file of an open dataset was replaced, rewritten or removed after the dataset object was created."""
 
 
 class ReadError(H5PackError, OSError):
@@ -170,16 +179,21 @@ class DamagedRowsError(H5PackError, ValueError):
 
 
 class StateError(H5PackError, ValueError):
-    """A saved state is damaged or belongs to another order of rows, or a loader keeps no state.
+    """The state of a sampler or loader cannot be saved or loaded.
 
-    For example, the seed, the shuffle window or the batch size of all ranks together differ. Another number of ranks is
-    an error only if the state cannot be converted to it.
+    - A state cannot be loaded if it is damaged or belongs to another order of rows. For example, it was saved with
+      another seed, shuffle window or global batch size (``batch_size`` times ``num_replicas``).
+    - A state that was saved with another number of ranks cannot be loaded if it cannot be converted to this number.
+    - A loader that keeps no state cannot save one. In the middle of an epoch, neither can a DataLoader with
+      ``in_order=False``.
     """
 
 
 class LoaderError(H5PackError, RuntimeError):
-    """A loader cannot return a batch.
+    """A loader cannot return a batch, for one of these reasons:
 
-    For example, its iterator is used in a forked child, was closed, or has failed before. Other reasons are a thread
-    that cannot start, and a worker process that cannot pass a batch to the main process through shared memory.
+    - The loader's iterator is used in a forked child process, was closed, or has raised an error before.
+    - A thread cannot start.
+    - A worker process cannot pass a batch to the main process through shared memory.
+    - A transform raised StopIteration.
     """
