@@ -86,7 +86,7 @@ def _option_hint(name: str, known: Sequence[str]) -> str:
     if not name:
         return ""
     if name in known:
-        return "; give it after the command"
+        return f"; give {name} after the command"
     found = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, 1)
     return f" (did you mean {found[0]}?)" if found else ""
 
