@@ -1,4 +1,7 @@
-"""The settings of a benchmark, its cases (configurations to measure), and the choice of cases if time is short."""
+"""The settings, cases and measurements of a benchmark, and the choice of cases if time is short.
+
+A case is one configuration to measure.
+"""
 
 from __future__ import annotations
 
@@ -19,29 +22,44 @@ from h5pack.system.text import counted
 ORDERS = ("sequential", "window", "full", "single")
 """Orders of reading: in stored order, in window shuffle, in full shuffle, or one random row per call."""
 ENGINES = ("direct", "tuned", "default")
-"""Readers: H5Loader reading the file directly; H5Loader using the HDF5 library with a tuned chunk cache; h5py."""
+"""Readers: H5Loader reading the file directly; H5Loader using the HDF5 library with a tuned chunk cache; h5py.
+
+For the order "single", H5Dataset replaces the first one, and h5py with a tuned chunk cache replaces the second one.
+"""
 CACHES = ("hot", "cold")
-"""Page-cache states: the file is in the page cache, or was dropped from it."""
+"""Page-cache states: the file is in the page cache, or was dropped from it before reading."""
 DEFAULT_CHUNK_BYTES = tuple(1024 * size for size in (64, 256, 1024, 4096, 16384))
 MIN_REPEATS = 3
 """Minimum number of repeats for a reliable median."""
 MIN_TURNS = 5
-"""A file variant must be faster in this many turns (see `Sweep`) to be preferred, unless it is much faster."""
+"""A file variant counts as faster than another only after this many turns (see `Sweep`) that measured both.
+
+Fewer turns are enough if the speeds differ much (see `Measurement.is_faster`).
+"""
 REPEATS = 4
-"""Number of repeats to aim for in each case; slow cases get fewer."""
+"""Repeats are so short that at least about this many fit into the time of a case. Slow cases get fewer."""
 TIE = 0.95
 """A speed of at least this fraction of another counts as equal: repeats differ by as much even on an idle machine."""
 _CLEAR = 1.25
-"""A case is faster if its speed is over this many times another's in each turn, no matter how much the speeds vary."""
+"""If the lowest ratio of two cases' speeds is above this bound, a wide spread of the ratios does not matter.
+
+See `Measurement.is_faster`.
+"""
 HOPELESS = 0.6
-"""A case is slower if its fastest repeat is below this fraction of another's slowest repeat, even with few repeats."""
+"""A case is slower than another if its fastest repeat is below this fraction of the other's slowest repeat.
+
+This holds even with few repeats.
+"""
 MIN_EPOCH_SECONDS = 0.005
-"""A sample that is read in less time is too small to compare variants: starting an epoch takes much of that time."""
+"""A sample that is read in less time than this is too small to compare variants.
+
+Starting an epoch would take much of that time.
+"""
 SHORT_EPOCH_SECONDS = 0.05
-"""If all images are read in less time, variants are not compared, because chunk sizes hardly matter."""
+"""If all images are read in less time than this, variants are not compared, because chunk sizes hardly matter."""
 LEEWAY = 1.25
 """Estimated times are multiplied by this factor, because repeats take longer when other programs run."""
-NO_TIME = "there was no time for it"
+NO_TIME = "there was no time to measure this"
 
 MIN_ROWS, _MIN_BYTES = 256, 64 * 1024 * 1024
 """A sample with fewer rows and fewer bytes is too small to compare variants, whatever its speed."""
@@ -56,7 +74,10 @@ def is_small(rows: int, row_bytes: int) -> bool:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """An upper bound on the speed of readers on this machine. Only cold reads of compressed files may exceed it."""
+    """An upper bound on the speed of readers on this machine.
+
+    Apart from noise, only cold reads of compressed files exceed it.
+    """
 
     name: str  # "memory copy" or "sequential read".
     num_threads: int
@@ -69,7 +90,7 @@ class Ceiling:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """The validated keywords of `bench`, which explains them. Sequences are tuples."""
+    """The validated keywords of `bench`, whose docstring explains them. Several values of a keyword are a tuple."""
 
     seconds: float = 60.0
     chunk_rows: tuple[int, ...] = ()
@@ -128,11 +149,12 @@ class FileVariant:
     images: str  # Name of the dataset of images.
     labels: str | None  # Name of the dataset of labels; None without labels.
     rows: int  # Number of rows to read, from the start of the file.
-    # Size of a decoded chunk in rows and in bytes. None if the images are contiguous, virtual or of variable length.
+    # Size of a decoded chunk in rows and in bytes. Both are None if the images are contiguous, virtual or encoded.
     chunk_rows: int | None
     chunk_bytes: int | None
     row_bytes: int  # Size of a decoded row in bytes.
-    compression: str  # As for `convert`. For the input file: its HDF5 filters, "encoded images" or "none".
+    # As for `convert`. For the input file: its HDF5 filters, such as "shuffle+gzip", "encoded images" or "none".
+    compression: str
     stored_bytes: int  # Size of the dataset of images in the file.
     overhead: float  # stored_bytes divided by the size of the array in memory.
     is_input: bool = False  # True for the input file itself, False for a file converted from it.
@@ -163,9 +185,11 @@ class Measurement:
     case: BenchCase
     speeds: tuple[float, ...] = ()  # Images/s of each repeat.
     amplification: float | None = None  # Bytes requested from the file per byte of delivered images; None if unknown.
-    hit_rate: float | None = None  # Fraction of rows that are not the first of a visit to their chunk, if known.
+    # Fraction of rows that were read together with an earlier row of the same chunk; None if unknown.
+    hit_rate: float | None = None
     reason: str | None = None  # Why the case, or one of its repeats, was not measured; else None.
-    # Images/s of the ceiling with `ceiling_threads` threads, after each repeat; fewer values if some were not measured.
+    # Images/s of the ceiling, measured after each repeat with `ceiling_threads` threads. If it could not be measured
+    # after some repeats, there are fewer values than `speeds`.
     ceilings: tuple[float, ...] = ()
     turns: tuple[int, ...] = ()  # Number of the turn of each repeat. Only repeats of the same turn are compared.
 
@@ -183,8 +207,9 @@ class Measurement:
     def ratios(self, other: Measurement, *, all_turns: bool = False) -> tuple[float, ...]:
         """Return this case's speed divided by the other's in each turn that measured both, in ascending order.
 
-        The speed of a machine varies over time, but within a turn it affects both cases alike. Unless `all_turns` is
-        true, the lowest tenth and the highest tenth are left out (rounded down), so that more turns mean less noise.
+        The speed of a machine varies over time, but hardly within a turn, so a ratio shows the difference of the cases.
+        If `all_turns` is false, the lowest tenth and the highest tenth of the ratios are left out as outliers. The
+        number of ratios in a tenth is rounded down.
         """
         others = dict(zip(other.turns, other.speeds, strict=False))
         both = zip(self.turns, self.speeds, strict=False)
@@ -214,7 +239,10 @@ class Measurement:
         return ratios[0] > (min(bounds) if len(ratios) >= min_turns else max(bounds))
 
     def with_repeats_of(self, other: Measurement) -> Measurement:
-        """Return `other`, a later measurement of the same case, with this one's repeats before its own."""
+        """Return one measurement with the repeats of this one and then those of `other`, a later one of the same case.
+
+        All other values, such as `hit_rate`, are those of `other`. If `other` has no repeats, they are those of `self`.
+        """
         return replace(
             other if other.speeds else self,
             speeds=self.speeds + other.speeds,
@@ -246,19 +274,22 @@ class Measurement:
 
 @dataclass(frozen=True)
 class CaseRepeats:
-    """The repeats of one case in the sweep and in the run-off (see `bench.py`), which is more reliable."""
+    """The repeats of one case in the sweep and in the run-off (see `bench.py`). The run-off is more reliable."""
 
     stated: Measurement  # The repeats of the run-off if there are at least `MIN_TURNS`, else all repeats.
     every: Measurement  # All repeats.
 
     @classmethod
     def of(cls, sweep: Measurement | None, run_off: Measurement | None) -> CaseRepeats:
-        """Join the two measurements of a case, one of which may be None."""
+        """Combine the measurements of a case in the sweep and in the run-off. One of them may be None."""
         every = reduce(Measurement.with_repeats_of, [one for one in (sweep, run_off) if one is not None])
         return cls(run_off if run_off is not None and len(run_off.speeds) >= MIN_TURNS else every, every)
 
     def beside(self, other: CaseRepeats) -> tuple[Measurement, Measurement]:
-        """Return the measurements to compare: `stated` of both cases if these share `MIN_TURNS` turns, else `every`."""
+        """Return the measurements of this case and of `other` to compare.
+
+        These are `stated` of both if at least `MIN_TURNS` turns measured both, else `every` of both.
+        """
         if len(self.stated.ratios(other.stated)) >= MIN_TURNS:
             return self.stated, other.stated
         return self.every, other.every
@@ -270,7 +301,11 @@ class CaseRepeats:
 
 
 def ceiling_threads(case: BenchCase, cpus: int) -> int:
-    """Return how many threads measure a case's ceiling; hot rows are copied in one more thread, the loader's caller."""
+    """Return how many threads measure the ceiling of a case.
+
+    For cold reads, it is the `num_threads` of the case. For hot reads, it is one more, but at most `cpus`, because the
+    thread that calls the loader copies rows, too.
+    """
     return min(case.num_threads + 1, cpus) if case.cache == "hot" else case.num_threads
 
 
@@ -295,7 +330,7 @@ def plan_cases(cases: Sequence[BenchCase], seconds: float) -> list[BenchCase]:
     """Return the most important cases that fit into `seconds`."""
     taken: list[BenchCase] = []
     for _, level in itertools.groupby(sorted(cases, key=_level), _level):
-        # Take all cases of a level or none, because variants can only be compared if all of them are measured.
+        # Add all cases of a level or none, because variants can only be compared if all of them are measured.
         more = [*taken, *level]
         if sum(map(min_seconds, more)) <= seconds:
             taken = more
@@ -309,17 +344,17 @@ def enough_seconds(budget: float, left: float, cases: Sequence[BenchCase]) -> in
 
 
 def min_seconds(case: BenchCase) -> float:
-    """Return the time to plan for a case; cases that decide the recommendation get four times as much as others."""
+    """Return the seconds to plan for a case. Cases that decide the recommendation get four times as much as others."""
     return _MIN_CASE_SECONDS[case.cache] * (4 if _level(case) <= 1 else 1)
 
 
 def min_bench_seconds(cases: Sequence[BenchCase]) -> float:
-    """Return the minimum time for measuring `cases`, with the minimum number of repeats."""
+    """Return the minimum time in seconds for measuring `cases`, with the minimum number of repeats."""
     return MIN_REPEATS * sum(_MIN_CASE_SECONDS[case.cache] for case in cases)
 
 
 def exceeds_decode_budget(variant: FileVariant, batch_size: int) -> bool:
-    """Return whether a batch of random rows may have to decode more than a gigabyte of chunks."""
+    """Return whether reading a batch of random rows may decode more than 1 GiB of chunks."""
     if variant.compression == "none" or not variant.chunk_bytes or not variant.chunk_rows:
         return False
     chunks = min(batch_size, -(-variant.rows // variant.chunk_rows))
@@ -362,12 +397,14 @@ def _level(case: BenchCase) -> int:
 
 
 class SweepTable:
-    """The measurements, updated by the run-off, as a table by variant, order, engine and page-cache state.
+    """The measurements as a table by variant, order, engine and page-cache state.
+
+    If `run_off` is given, the repeats of the run-off are combined with those of the same case (see `CaseRepeats`).
 
     Cases may also differ in batch size, window, threads or workers. For each order, engine and page-cache state, the
     table holds only the cases with the usual settings: those that were measured first. All other cases are in `others`.
     The variants are sorted: the input file, the uncompressed variants by ascending chunk size, the contiguous variant,
-    and the compressed variants.
+    and the compressed variants by ascending chunk size.
     """
 
     def __init__(
@@ -391,13 +428,13 @@ class SweepTable:
                 self.others.append(updated)
 
     def found(self, variant: str, order: str, engine: str, cache: str) -> Measurement | None:
-        """Return the measurement, which may have no repeats; None if the case was not planned."""
+        """Return the measurement of a case, which may have no repeats. Return None if `measurements` lacks the case."""
         return self._found.get((variant, order, engine, cache))
 
     def compared(self) -> list[FileVariant]:
         """Return the variants to draw: the input file and the uncompressed variants.
 
-        If all chunked variants are compressed, those of the first compression method are included.
+        If all chunked variants are compressed, those of one compression method are included.
         """
         made = [one.compression for one in self.variants if not one.is_input and one.chunk_rows is not None]
         first = made[0] if made else "none"
