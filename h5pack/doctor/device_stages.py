@@ -39,8 +39,8 @@ Step = Callable[[torch.Tensor, "torch.Tensor | None"], Any]
 _MAX_QUEUED_CALLS = 256
 # Maximum number of queued copies to the GPU. Each holds device memory until the GPU has finished the copy.
 _MAX_QUEUED_COPIES = 8
-# Maximum number of tensors that `copies_beyond_cache` returns. Only tiny batches would need more to exceed the cache.
-# For them the cache does not matter, because launching the kernel takes most of the time.
+# Maximum number of tensors that `copies_beyond_cache` returns. Only small batches would need more to exceed the cache.
+# For small batches the cache does not matter, because launching the kernel takes most of the time.
 _MAX_COPIES = 16
 _PREFETCH_FACTOR = 2
 # Number of batches that a `DeviceFeed` prefetches for a GPU, including those that wait in host memory.
@@ -53,7 +53,10 @@ _DEFAULT_OUTPUTS = 10
 
 
 def normalizer_for(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype) -> tuple[Transform | None, str]:
-    """Return the transform that converts images to `dtype` (None if they have it already), and its description."""
+    """Return the transform that converts `images` to `dtype`, and its description.
+
+    If the images have this dtype already, return None and a text that says so.
+    """
     if images.dtype == torch.uint8 and images.dim() == 4:
         if dataset.mean is not None and dataset.std is not None:
             by_statistics = Normalize.from_dataset(dataset, dtype=dtype)
@@ -71,7 +74,7 @@ def normalizer_for(dataset: H5Dataset, images: torch.Tensor, dtype: torch.dtype)
 
 
 class DeviceStages:
-    """The stages after the loader, measured repeatedly on one `batch` of the loader.
+    """The stages after the loader. All except the whole loop are measured repeatedly on one `batch` of the loader.
 
     `images` (normalized) and `labels` (None if there are none) are on the device, as the step receives them.
     """
@@ -82,7 +85,8 @@ class DeviceStages:
         self._normalize = normalize
         self._meter = Meter(device)
         self._count = len(images_of(batch))
-        # Detach tensors: if a transform is trained, they have a graph, which serves only one backward pass.
+        # Detach the tensors. If the user's transform has trainable parameters, its results belong to an autograd graph,
+        # and only one backward pass can use this graph.
         on_device = map_tensors(batch, lambda tensor: tensor.detach().to(device))
         raw = images_of(on_device)
         self.images = raw if normalize is None else normalize(raw)
@@ -131,7 +135,10 @@ class DeviceStages:
         self._meter.synchronize()
 
     def synchronizations(self, step: Step) -> tuple[float, str | None]:
-        """Return how often a step makes the host wait for the CUDA device, and ``FILE:LINE`` of the first wait."""
+        """Return how often a step makes the host wait for the CUDA device, and ``FILE:LINE`` of the first wait or None.
+
+        ``FILE`` is a name without folders.
+        """
         self._meter.synchronize()
         mode = torch.cuda.get_sync_debug_mode()
         with warnings.catch_warnings(record=True) as caught:
@@ -175,22 +182,26 @@ def cache_bytes_of(device: torch.device) -> int:
 
 
 def copies_beyond_cache(images: torch.Tensor, cache_bytes: int) -> list[torch.Tensor]:
-    """Return a batch and copies of it, up to 15, until together they are twice as large as the device's cache.
+    """Return `images` and copies of it, as many as make the total at least twice as large as the device's cache.
 
-    In training, every batch is new, so it is not in the cache; a single batch that is measured repeatedly would be.
+    There are at most 15 copies. In training, every batch is new, so it is not in the cache. A single batch that is
+    measured repeatedly would be in the cache.
     """
     count = min(_MAX_COPIES, max(1, math.ceil(2 * cache_bytes / max(1, images.nbytes))))
     return [images, *(images.clone() for _ in range(count - 1))]
 
 
 def labels_of(batch: Any) -> torch.Tensor | None:
-    """Return the second element of a batch if it is a tensor, else None."""
+    """Return the second element of a batch if the batch is a list or tuple and the element is a tensor; else None."""
     parts = batch if isinstance(batch, (list, tuple)) else ()
     return parts[1] if len(parts) > 1 and isinstance(parts[1], torch.Tensor) else None
 
 
 def idle_gpus(device: torch.device) -> int | None:
-    """Return how many GPUs other than `device` are idle; None if there are no others or their use is unknown."""
+    """Return how many GPUs other than `device` are idle.
+
+    None if there are no other GPUs, or if the use of one of them is unknown.
+    """
     others = [torch.device("cuda", number) for number in range(torch.cuda.device_count()) if number != device.index]
     found = [GpuProbe(other).sample() for other in others]
     used = [None if status is None else status.utilization_percent for status in found]
@@ -206,7 +217,11 @@ def name_of(function: Any) -> str:
 def make_step(
     model: Any, shape: tuple[int, ...], classes: int | None, device: torch.device, dtype: torch.dtype
 ) -> tuple[Step, str]:
-    """Return a step that runs `model` for images of `shape`, and its description; raise OptionsError if it fails."""
+    """Return a step that runs `model` for images of `shape`, and the step's description.
+
+    Raise OptionsError if the factory `model` fails or returns something else than a step or module, or if the module
+    cannot be moved to `device`.
+    """
     if model is None:
         network = _small_network(shape, classes or _DEFAULT_OUTPUTS)
         return ModuleStep(network, None, device, dtype), f"a small built-in network{_size_text(network)}"
@@ -241,12 +256,19 @@ def make_step(
 
 
 class ModuleStep:
-    """A training step of a module: forward (autocast unless `dtype` is float32), loss, backward, SGD with momentum.
+    """A training step of a module: forward, loss, backward, SGD with momentum.
+
+    With a `dtype` other than float32, forward and loss run under autocast. If no parameter of the module is trainable,
+    the step ends after the loss.
 
     The optimizer (with lr=0) updates copies of the weights, so that the step does all of the work, but not even
-    infinite gradients change the weights. Buffers, such as statistics of batch normalization, change. The default loss
-    is cross-entropy for one integer label per image and outputs of shape (N, K), binary cross-entropy for integer
-    labels of the same shape as the outputs, and otherwise the mean of the squared outputs.
+    infinite gradients change the weights. Buffers, such as statistics of batch normalization, change.
+
+    The default loss is:
+
+    - cross-entropy for outputs of shape (N, K) and one integer label per image;
+    - binary cross-entropy for integer labels of the same shape as the outputs;
+    - the mean of the squared outputs in all other cases.
     """
 
     def __init__(self, module: nn.Module, loss: Loss | None, device: torch.device, dtype: torch.dtype) -> None:

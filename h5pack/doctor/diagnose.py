@@ -32,17 +32,17 @@ from h5pack.read.hdf5 import open_file
 from h5pack.sources.hdf5_catalog import detect_names, packing_options
 from h5pack.system.machine import load_average, load_text, machine_facts
 
-# Fraction of the budget spent on reading rows into the page cache.
+# Fraction of the time budget spent on reading rows into the page cache.
 _WARM_FRACTION = 0.04
 # Estimated durations are multiplied by this factor, because measurements may take longer.
 _LEEWAY = 1.25
-# Seconds of each small measurement; fewer if the time budget is small.
+# Duration of each small measurement in seconds. It is shorter if the time budget is below 5 seconds.
 _SMALL_MEASUREMENT_SECONDS = 0.05
-# Number of stages that are measured with the file not in the page cache, besides the loop with a file that exceeds it.
-# They run last, so time is reserved for them.
+# Number of stages that are measured after the file has been dropped from the page cache. If the file does not fit into
+# the page cache, the loop is one more such stage. These stages run last, so time is reserved for them.
 _COLD_STAGES = 2
 # Minimum number of batches that are normalized and passed to the step. The first run of the step takes one batch. The
-# trial and the three repeats take three batches each: one for the step alone, and two for the loop.
+# trial and each of the three repeats take three batches: one for the step alone, and two for the loop.
 _MIN_BATCHES = 13
 # Do not start measurements that need more than this multiple of the remaining time. The first number is for a busy
 # machine, the second for an idle one.
@@ -89,7 +89,7 @@ def diagnose(
         The transform that runs on the host. It receives whole batches like the transform of an `H5Loader`, or single
         images like the transform of an `H5Dataset` if `num_workers` is given.
     batch_size : int
-        Number of images in a batch, reduced to a quarter of the images if there would be fewer than four batches.
+        Number of images in a batch. It is reduced to a quarter of all images if it is larger than that.
     num_threads : int, optional
         Number of threads of the `H5Loader`. None: the loader's default.
     num_workers : int, optional
@@ -97,7 +97,8 @@ def diagnose(
     split : str, optional
         Read only the rows of this split. None: all rows.
     images, labels : str
-        Names of the HDF5 datasets of images and labels. If the default datasets do not exist, others are detected.
+        Names of the HDF5 datasets of images and labels. If the file has no dataset with the default name, another one
+        is detected. (In a pack, only labels are detected.)
     window : int
         Number of HDF5 chunks that are shuffled together.
     dtype : {"float32", "bfloat16", "float16"}
@@ -108,18 +109,24 @@ def diagnose(
         Time budget in seconds, for making the model and for all measurements. If the budget is small, measurements that
         a verdict does not need are left out.
     on_progress : callable, optional
-        Called with a short text before each measurement.
+        Called with a short text before each activity, such as a measurement.
 
     Returns
     -------
     DoctorReport
+        The speed of each stage, the bottleneck, and the advice.
 
     Raises
     ------
     OptionsError
-        If a value is invalid, or `seconds` is far too short to measure what a verdict needs.
+        If a value is invalid, if `seconds` is far too short to measure what a verdict needs, or if the device cannot
+        hold a batch.
     PackFormatError, IncompletePackError
         If `H5Dataset` cannot read the file, or there are no rows to measure.
+    SizesDifferError
+        If the file is not a pack, and its encoded images differ in size.
+    H5PackError
+        The base class of all errors; see `h5pack.errors` for the others.
     """
     options = {name: value for name, value in locals().items() if name != "on_progress"}
     with Diagnosis(DiagnoseSettings(**options), on_progress) as diagnosis:
@@ -128,7 +135,7 @@ def diagnose(
 
 
 class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
-    """One run of `diagnose`. `report` may be called at any time and returns the results so far.
+    """One run of `diagnose`. `report` can be called at any time and returns the results so far.
 
     `elapsed` is the number of seconds of the time budget that were spent before this object was created.
     """
@@ -149,7 +156,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._complete = False
         # The loop with all of PyTorch's threads, and the loop with one thread; None if they are not compared.
         self._loops: tuple[StageRun, StageRun] | None = None
-        # The loop with one thread, if there was no time for it.
+        # The loop with one thread, if there was too little time to measure it; else None.
         self._left_out: StageRun | None = None
         images, labels = detect_names(settings.path, settings.images, settings.labels)
         self.target = Target(replace(settings, images=images, labels=labels))
@@ -160,7 +167,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     def run(self) -> None:
         """Measure all stages, and determine the bottleneck."""
         with warnings.catch_warnings():
-            # The report says if there are more workers than CPUs, so PyTorch need not warn.
+            # Hide PyTorch's warning that there are more workers than CPUs: the report has advice on this number.
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             self._run()
 
@@ -170,12 +177,13 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         try:
             target.load_sample()
         except SizesDifferError as error:
-            # A pack raises no such error: it stores its images' sizes, so `Target` takes crops of one size.
+            # A pack does not raise this error. It stores the sizes of its images, so `Target` knows that they differ,
+            # and decodes crops of one size.
             path = target.dataset.path
             with open_file(path) as file:
                 options = packing_options(file, target.dataset.names[0], target.dataset.label_name)
             command = shlex.join(convert_command(path, {**options, "keep": "jpeg"}))
-            text = f"{path}: its images differ in size; make a pack of it ({command}) and measure that"
+            text = f"{path}: the images differ in size; convert the file to a pack ({command}), and measure the pack"
             raise SizesDifferError(text, path=path, dataset=error.dataset, rows=error.rows) from error
         if self._left() <= 0:
             self._refuse()
@@ -210,7 +218,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         verdict = None if evidence is None else judge(evidence)
         enough, unknown = self._enough_seconds(), list(self._unknown)
         if self._left_out is not None:
-            why = f"there was no time to run it with one thread; give seconds={enough:g} or more"
+            why = f"there was too little time to measure the training with one thread; give seconds={enough:g} or more"
             unknown.insert(0, f"{_threads_question()}: {why}, or compare with a run under OMP_NUM_THREADS=1")
         return DoctorReport(
             target=target.describe(),
@@ -229,7 +237,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return self._end - time.perf_counter()
 
     def _try_out(self, runs: Sequence[StageRun]) -> list[StageRun]:
-        """Run stages briefly to learn their cost, the needed ones first (see `_is_needed`).
+        """Run stages briefly to learn how long a repeat takes, the needed stages first (see `_is_needed`).
 
         Return the stages to measure: all needed stages that ran, and as many other stages as the time allows. Raise
         OptionsError if there is far too little time for the needed stages.
@@ -252,7 +260,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     def _is_hopeless(self, needed: float) -> bool:
         """Return whether `needed` seconds exceed the remaining time by so much that measuring can hardly succeed.
 
-        They may exceed it by more on a busy machine, because it may become idle.
+        On a busy machine, a larger excess is accepted, because the machine may become idle.
         """
         return needed > (_SLACK_BUSY if load_text(self._load) else _SLACK) * self._left()
 
@@ -262,7 +270,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return stage in _NEEDED and not (stage is Stage.LOADER and self.target.has_transform)
 
     def _lacks_repeats(self, run: StageRun) -> bool:
-        """Return whether a stage that never failed has too few repeats, and there is time for another."""
+        """Return whether to repeat a stage: it has too few repeats, none has failed, and there is time for another."""
         fits = _LEEWAY * run.total_seconds <= self._left()
         return fits and len(run.repeats) < MIN_REPEATS and run.stage not in self.target.reasons
 
@@ -272,7 +280,10 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return self._guarded(run.stage, partial(run.repeat, seconds))
 
     def _small_measurements(self) -> dict[str, Any]:
-        """Measure fields of `Evidence` other than stages; return them by name. The rows must be in the page cache."""
+        """Measure the fields of `Evidence` that are not results of stages; return them by name.
+
+        The first `hot_rows` rows must be in the page cache.
+        """
         target, budget = self.target, self._settings.seconds
         found: dict[str, Any] = {"load": self._load}
         self._show("small measurements")
@@ -298,21 +309,23 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return found
 
     def _try_out_loops(self, hot: Sequence[StageRun]) -> list[StageRun]:
-        """Return the loop with one PyTorch thread and, unless `hot` contains it, the loop with which to compare it.
+        """Return the loops to measure in order to compare one PyTorch thread with all threads.
 
-        Return an empty list if they cannot be compared. If the reason is lack of time, set `_left_out`.
+        These are the loop with one thread and, if `hot` does not contain it, the loop with all threads. Return an empty
+        list if the loops cannot be compared. If the reason is lack of time, set `_left_out`.
         """
         threads, reasons = torch.get_num_threads(), self.target.reasons
         if self.target.on_gpu or threads < 2 or Stage.STEP not in self._runs or Stage.STEP in reasons:
             return []
-        # If the file does not fit into memory, the loop runs later, with a cold cache. Then compare hot loops instead.
+        # If the file does not fit into memory, the stage "everything together" is measured later, and reads from the
+        # disk. In this case, compare two further loops, whose rows are in the page cache.
         together = self._runs.get(Stage.EVERYTHING) or next(iter(self.target.loop(self.target.hot_rows)), None)
         if together is None or Stage.EVERYTHING in reasons:
             return []
         more = [] if together in hot else [together]
         if more and not self._guarded(Stage.EVERYTHING, together.try_out):
             return []
-        # With one thread, the loop may take up to `threads` times as long, but it may also take less time.
+        # Before the trial, assume the worst: with one thread, the loop takes `threads` times as long.
         alone = StageRun(Stage.EVERYTHING, partial(with_one_thread, together.run), together.prepare)
         alone.min_seconds, alone.overhead_seconds = threads * together.min_seconds, together.overhead_seconds
         others = (*hot, *more)
@@ -327,7 +340,11 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         return []
 
     def _one_thread_ratio(self) -> float | None:
-        """Return how many times as fast the loop is with one of PyTorch's threads; None if that is not certain."""
+        """Return the loop's speed with one PyTorch thread divided by its speed with all threads.
+
+        None if the loops were not compared, if there are too few repeats, or if the repeats disagree on whether one
+        thread is faster.
+        """
         if self._loops is None or Stage.EVERYTHING in self.target.reasons:
             return None
         pairs = zip(*(run.repeats for run in self._loops), strict=False)
@@ -338,7 +355,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         low, middle, high = ratios[0], statistics.median(ratios), ratios[-1]
         if (middle > FASTER_ALONE and low > 1) or high <= FASTER_ALONE:
             return middle
-        times = f"with one thread it is {low:.1f} to {high:.1f} times as fast"
+        times = f"with one thread, the training is {low:.1f} to {high:.1f} times as fast"
         self._unknown.append(f"{_threads_question()}: {times}; compare with a run under OMP_NUM_THREADS=1")
         return None
 
@@ -377,13 +394,16 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             self._unknown.append(f"the speed on an idle machine: other processes use this machine ({busy})")
 
     def _enough_seconds(self, min_seconds: float = 0.0) -> float:
-        """Return an estimated time budget for all stages, assuming that measuring takes at least `min_seconds`."""
+        """Return the estimated time budget, in seconds, that is enough for all stages.
+
+        Assume that measuring takes at least `min_seconds`.
+        """
         before = (self._measuring or time.perf_counter()) - self._begun
         runs = [*self._runs.values(), *([] if self._left_out is None else [self._left_out])]
         measuring = max(min_seconds, min_total_seconds(runs))
         if not self._measuring and Stage.EVERYTHING not in self._runs:
-            # `measuring` does not include the loop yet, which needs two batches. Assume that each takes as long as all
-            # other stages together.
+            # `measuring` does not include the loop yet. A repeat of the loop needs two batches. Assume that each batch
+            # takes as long as all other stages together.
             measuring *= 3
         # Recommend more seconds than were given, even if the estimate is lower.
         before = max(before, self._settings.seconds - measuring)
