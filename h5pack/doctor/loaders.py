@@ -74,11 +74,11 @@ class _PausableSampler(ChunkBatchSampler):
 
 
 class HostLoaders:
-    """A factory of the loaders to measure: `H5Loader`s, or DataLoaders if `num_workers` is not None.
+    """A factory of the loaders to measure: `H5Loader`s, or DataLoaders if ``settings.num_workers`` is not None.
 
-    `dataset` must not have a transform of its own. An `H5Loader` calls `transform` with whole batches, and a DataLoader
-    calls it with single images. `parallel` is the number of threads of an `H5Loader`, or of workers of a DataLoader.
-    `decodes_once` is true if decoded chunks stay in memory after the first epoch.
+    `dataset` must not have a transform of its own. An `H5Loader` calls `transform` with whole batches. A DataLoader
+    calls it with single images, in `transformed_dataset`. `parallel` is the number of threads of an `H5Loader`, or of
+    workers of a DataLoader. `decodes_once` is true if all decoded chunks stay in memory after the first epoch.
     """
 
     def __init__(self, dataset: H5Dataset, settings: DiagnoseSettings, pin_memory: bool) -> None:
@@ -123,7 +123,10 @@ class HostLoaders:
         return loader
 
     def prefetch_of(self, loader: Any) -> tuple[int, Callable[[], int]]:
-        """Return how many batches a loader prefetches, and a function that counts its ready images (0: unknown)."""
+        """Return how many batches a loader prefetches, and a function that returns how many images it has ready.
+
+        For a DataLoader, the function always returns 0, because this number is unknown.
+        """
         if self._settings.num_workers is not None:
             return int((loader.prefetch_factor or 0) * loader.num_workers), lambda: 0
         return loader.prefetch_factor, lambda: loader.queue_depth * loader.plan.batch_rows(0)
@@ -137,7 +140,10 @@ class HostLoaders:
             _stop_workers(loader)
 
     def release_file(self) -> None:
-        """Stop all workers, and close the dataset with the transform; the next epoch starts and opens them again."""
+        """Stop the workers of all DataLoaders, and close `transformed_dataset`.
+
+        The next epoch starts the workers and opens the dataset again.
+        """
         for loader in self._made:
             _stop_workers(loader)
         self.transformed_dataset.close()
@@ -146,7 +152,8 @@ class HostLoaders:
         """Start the persistent workers of a DataLoader, without reading; ignore an H5Loader."""
         if self._settings.num_workers is not None:
             loader.batch_sampler.paused = True
-            for _ in range(2):  # A second epoch begins once all workers have answered.
+            # The first epoch starts the workers. The second one begins only when all workers have answered.
+            for _ in range(2):
                 list(loader)
             loader.batch_sampler.paused = False
 

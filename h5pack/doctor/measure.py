@@ -23,7 +23,8 @@ from h5pack.monitor.probes import CpuTime
 
 # Number of repeats of a stage if the time budget is large enough (see `repeats_within`).
 MAX_REPEATS = 5
-# Minimum number of batches in a repeat of a loader, if an epoch has as many. One would only show the start.
+# Minimum number of batches in a repeat of a loader, if an epoch has as many. A single batch would mostly show how long
+# the loader takes to start.
 _MIN_BATCHES = 2
 # Minimum duration of a repeat in seconds. A shorter one would mostly measure the clock and the scheduler.
 MIN_SECONDS = 0.015
@@ -58,18 +59,25 @@ class Repeat:
 
 
 def min_total_seconds(runs: Iterable[StageRun]) -> float:
-    """Return how many seconds it takes to measure each stage `MIN_REPEATS` times, as briefly as possible."""
+    """Return the expected seconds for `MIN_REPEATS` repeats of each stage, each repeat as short as possible."""
     return MIN_REPEATS * sum(run.total_seconds for run in runs)
 
 
 def repeats_within(runs: Sequence[StageRun], seconds: float) -> int:
-    """Return the number of repeats of each stage: MAX_REPEATS if they fit into half of `seconds`, else MIN_REPEATS."""
+    """Return the number of repeats of each stage: MAX_REPEATS or MIN_REPEATS.
+
+    It is MAX_REPEATS if that many repeats of each stage, as short as possible, take at most half of `seconds`.
+    """
     roomy = seconds >= 2 * MAX_REPEATS / MIN_REPEATS * min_total_seconds(runs)
     return MAX_REPEATS if roomy else MIN_REPEATS
 
 
 def next_seconds(left: float, run: StageRun, others: Iterable[StageRun]) -> float | None:
-    """Return the seconds for a repeat of `run`, so that `others` fit, too; None if even its minimum does not fit."""
+    """Return the duration in seconds of the next repeat, which is one of `run`; None if even the shortest does not fit.
+
+    `left` is the remaining time in seconds, and `others` are the repeats after the next one. The time that is left
+    after the shortest possible repeats is divided equally among all these repeats.
+    """
     if run.total_seconds > left:
         return None
     following = [other.total_seconds for other in others]
@@ -81,7 +89,7 @@ def measure_in_turns(
 ) -> None:
     """Measure the stages repeatedly, in alternating order (A, B, B, A), so that all repeats end by `end` on `clock`.
 
-    `measure` measures one repeat of a stage for a number of seconds. It returns false if the stage has failed.
+    `measure` measures one repeat of a stage for a number of seconds. It returns False if the repeat has failed.
     """
     failed: set[Stage] = set()
     order = list(interleaved(runs, repeats_within(runs, end - clock())))
@@ -95,12 +103,16 @@ def measure_in_turns(
 
 
 class Meter:
-    """The total waits that two monitors have measured, in seconds. Read them before and after a measurement.
+    """The waits of a loop so far, in seconds, as two monitors measure them. Read them before and after a measurement.
 
-    `step` monitors the batches that the training step receives, and `loader` the loader's batches, before they are
-    normalized. Without monitors, the training step counts as never waiting, and the loader's consumer as always
-    waiting. The training step's wait is `step`'s stall on a GPU, but `loader`'s wait on a CPU, where `step`'s wait
-    includes normalizing. Call `synchronize` before reading the waits.
+    The monitor `step` measures the wait for the normalized batches that the training step receives. The monitor
+    `loader` measures the wait for the loader's batches, before they are normalized.
+
+    On a GPU, the wait of the training step is the stall that `step` has measured. On a CPU, it is the wait that
+    `loader` has measured, because the wait that `step` has measured includes normalizing. Without monitors, the
+    training step counts as never waiting, and the loader's consumer counts as always waiting.
+
+    Call `synchronize` before `waits`.
     """
 
     def __init__(
@@ -112,7 +124,7 @@ class Meter:
         self._earlier = np.zeros(3)
 
     def begin(self) -> None:
-        """Add the waits of the finished iteration to the totals. Call this before the monitors begin a new one."""
+        """Add the waits of the finished iteration to the totals. Call this before the monitors begin the next one."""
         self._earlier = self.waits()
 
     def synchronize(self) -> None:
@@ -123,12 +135,15 @@ class Meter:
     def waits(self) -> npt.NDArray[np.float64]:
         """Return three durations in seconds, summed over all iterations, float64 (3,).
 
-        They are how long the step has waited for its batches, how long its thread has normalized (0 on a GPU), and how
-        long the loader's consumer has waited.
+        - How long the training step has waited for batches.
+        - How long the training step's thread has normalized (0 on a GPU).
+        - How long the loader's consumer has waited for the loader. Without monitors, this is the time of the clock, so
+          that the consumer counts as always waiting.
         """
         if self._step is None or self._loader is None:
             return np.array([0.0, 0.0, time.perf_counter()])
-        # Read the loader's wait first. The step's wait includes it, and can only grow between the two readings.
+        # Read the loader's wait first. The step's wait includes the loader's wait, and can only grow between the two
+        # readings, so their difference is not negative.
         loader, step = self._loader.report().wait_seconds, self._step.report()
         on_cpu = [loader, max(0.0, step.wait_seconds - loader), loader]
         waits = on_cpu if self._cuda is None else [step.stall_seconds, 0.0, loader]
@@ -158,7 +173,7 @@ class _Mark:
         return cls(time.perf_counter(), images, ready, CpuTime.now(), meter.waits())
 
     def starves(self, end: _Mark) -> bool:
-        """Return whether the consumer waited for the loader most of the time from this mark to `end`."""
+        """Return whether the consumer waited for the loader at least half of the time from this mark to `end`."""
         return bool((end.waits - self.waits)[2] >= _STARVED * (end.time - self.time))
 
     def until(self, end: _Mark) -> Repeat:
@@ -186,14 +201,15 @@ def measure_epochs(
 
     `consume` processes a batch and returns its number of images. What counts depends on the first epoch:
 
-    - If it is shorter than `seconds`, run as many whole epochs as fit (only one if `once`). All batches count, and so
-      does the time to start each iterator, except the first.
+    - If it is shorter than `seconds`, run as many whole epochs as fit, but only one if `once` is true. All batches
+      count. The time to create the iterators counts, too, except for the first one.
     - If it is longer, stop it when the time is up. The first `prefetched` batches do not count, because the loader read
-      them before they were requested. They do count if they took more than half of the time, or if most of the later
-      ones were ready when they ended. Then, or if `prefetched` is 0, the time until the first batch counts only if the
-      loader is slower than its consumer.
+      them before they were requested. But all batches count if the first `prefetched` ones took more than half of the
+      time, or if most of the later batches were ready before the measurement of them began. If all batches count, the
+      time until the first batch counts only if the loader is slower than its consumer.
 
-    `ready_images` returns how many images are ready in the loader. They count as loaded if the consumer mostly waits.
+    `ready_images` returns how many images are ready in the loader. If the consumer waits at least half of the time, the
+    images that the loader has completed count. Else the images that were consumed count.
     """
     meter = meter or Meter()
     start: _Mark | None = None
@@ -214,9 +230,9 @@ def measure_epochs(
                 batches += 1
                 if not longest and batches >= _MIN_BATCHES and time.perf_counter() >= deadline:
                     end = _Mark.end(images, meter, ready_images())
-                    # Leave out the prefetched batches. But keep them if the rest of the measurement is short, or if
-                    # most of its images were ready before it began. That happens if other processes use all CPUs, so
-                    # that the loader's threads hardly run.
+                    # Leave out the prefetched batches. But count them if the rest of the measurement is short, or if
+                    # most images of the rest were ready before the rest began. That happens if other processes use all
+                    # CPUs, so that the loader's threads hardly run.
                     rest, roomy = settled.until(end), 2 * (end.time - settled.time) >= end.time - start.time
                     if batches > prefetched > 0 and roomy and 2 * rest.images >= images - settled.images:
                         return rest
@@ -264,7 +280,10 @@ def measure_calls(
 
 
 class ChunkReader:
-    """A reader of images. Threads read blocks: at most `block_rows` rows of chunks that are read together."""
+    """A reader of images, whose threads read blocks of at most `block_rows` rows.
+
+    If the rows of the split are consecutive in the file, each block is within one chunk group.
+    """
 
     def __init__(self, dataset: H5Dataset) -> None:
         self._dataset = dataset
@@ -274,7 +293,10 @@ class ChunkReader:
         self.block_rows = max(1, min(index.group_rows, max_rows))
 
     def warm(self, seconds: float, min_rows: int) -> int:
-        """Read rows in order until `seconds` have passed and `min_rows` rows are read; return how many were read."""
+        """Read rows in order until `seconds` have passed and at least `min_rows` rows are read, or until the last row.
+
+        Return the number of rows read.
+        """
         deadline = time.perf_counter() + seconds
         rows, out = len(self._dataset), self._buffer()
         for first, last in self._blocks(0, rows):
@@ -284,7 +306,10 @@ class ChunkReader:
         return rows
 
     def run(self, seconds: float, num_threads: int, rows: int, begin: float = 0.0, *, once: bool = False) -> Repeat:
-        """Measure reading the first `rows` rows, starting at the fraction `begin`; if `once`, read no row twice."""
+        """Measure reading the first `rows` rows for `seconds`, again from row 0 after the last one.
+
+        Start at the fraction `begin` of the blocks. If `once` is true, stop after all rows even if there is time left.
+        """
         blocks = list(self._blocks(0, rows))
         deadline, first_block = time.perf_counter() + seconds, int(begin * len(blocks))
 
@@ -321,7 +346,7 @@ class ChunkReader:
             self._dataset.decode_rows(name, rows, list(out[: last - first]), NO_KEY)
 
     def _blocks(self, first: int, rows: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges (start, stop) of the split's rows, from `first` to `rows`. Each is within one chunk group."""
+        """Yield the blocks of the split's rows from `first` to `rows`, each as the indices (start, stop)."""
         unit = self._index.group_rows
         while first < rows:
             edge = first + unit - int(self._dataset.rows[first]) % unit
@@ -343,7 +368,7 @@ def busy_fraction(call: Callable[[], Any], seconds: float) -> float:
 def _ready_seconds() -> float:
     """Return this thread's CPU time in seconds, plus the time it waited for a CPU if the kernel reports that.
 
-    The wait for a CPU is included, so that a busy machine does not look like a slow disk.
+    The wait for a CPU is included because otherwise a busy machine would look like a slow disk.
     """
     try:
         ran, queued, _ = _SCHEDSTAT.read_text().split()
@@ -380,13 +405,13 @@ class StageRun:
         return self.min_seconds + self.overhead_seconds
 
     def try_out(self) -> None:
-        """Measure as briefly as possible, to warm up and to learn the cost of a repeat."""
+        """Measure as briefly as possible, to warm up and to learn how long a repeat takes."""
         took, measured = self._measure(0.0)
         self.min_seconds = max(MIN_SECONDS, measured.seconds)
         self.overhead_seconds = max(0.0, took - measured.seconds)
 
     def repeat(self, seconds: float) -> None:
-        """Measure one more repeat, and expect the next one to exceed its `seconds` by as much as this one did."""
+        """Measure one more repeat, and expect that the next repeat exceeds its `seconds` by as much as this one did."""
         took, measured = self._measure(seconds)
         self.repeats.append(measured)
         self.overhead_seconds = max(0.0, took - max(seconds, self.min_seconds))
@@ -400,7 +425,7 @@ class StageRun:
         return time.perf_counter() - begun, measured
 
     def result(self) -> StageResult:
-        """Return the stage's rates, or the reason why there are none."""
+        """Return the result of the stage: its rates, or the reason why there are none."""
         late = len(self.repeats) < MIN_REPEATS
         if not self.repeats:
             return StageResult(self.stage, reason=NO_TIME, late=late)
