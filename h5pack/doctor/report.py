@@ -48,7 +48,7 @@ class TargetSummary:
     image_dataset: str = schema.IMAGES  # the names of the datasets in the file
     label_dataset: str | None = schema.LABELS
     faults: tuple[str, ...] = ()  # properties of the file that slow down reading, as in the report of `h5pack.info`
-    asked_batch_size: int | None = None  # the `batch_size` of `diagnose`, if there are too few rows for it
+    asked_batch_size: int | None = None  # the `batch_size` of `diagnose`, if it was reduced; else None
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class DoctorReport:
     verdict: Verdict | None  #: None if the run was interrupted
     advice: tuple[Advice, ...]
     unknown: tuple[str, ...]  #: facts that could not be determined, and why, one line each; stages are not included
-    failures: tuple[str, ...]  #: errors of the user's transform or model, or of reading, one line each
-    enough_seconds: float  #: recommended time budget if this run's was too short to measure all stages
+    failures: tuple[str, ...]  #: errors of the transform, of the model or its step, or of reading, one line each
+    enough_seconds: float  #: recommended time budget in seconds, if that of this run was too short for all stages
     seconds: float  #: duration of the run
     machine: dict[str, Any]  #: processor, memory, file system and versions of packages
 
@@ -131,7 +131,8 @@ class DoctorReport:
             feeder = f"H5Loader with {counted(evidence.parallel, 'thread')}"
             if evidence.num_workers is not None:
                 feeder = f"a DataLoader with {counted(evidence.num_workers, 'worker')}"
-            few = "" if target.asked_batch_size is None else f" (there are only {counted(target.rows, 'image')})"
+            reduced = f" (reduced, because there are only {counted(target.rows, 'image')})"
+            few = "" if target.asked_batch_size is None else reduced
             lines.append(
                 f"fed by {feeder} in batches of {evidence.batch_rows:,}{few}{pinned}; "
                 f"{counted(evidence.cpus, 'CPU')}; device {target.device}"
@@ -156,7 +157,7 @@ class DoctorReport:
 
 
 def _listed(title: str, texts: Sequence[str], mark: str = "- ") -> list[str]:
-    """Return an empty line, the title and the texts, numbered if `mark` is "1. "; nothing without texts."""
+    """Return lines: an empty one, the title, and the texts, numbered if `mark` is "1. ". [] if there are no texts."""
     lines = [line for number, text in enumerate(texts, 1) for line in _wrapped(text, mark.replace("1", str(number)))]
     return ["", title, *lines] if lines else []
 
@@ -253,7 +254,7 @@ def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> 
 
 
 def _known_text(evidence: Evidence) -> str:
-    """Return how the loader and the step compare, each measured alone, for a report without a verdict, or ""."""
+    """Return a sentence that compares the speeds of the loader and the step alone; "" if one was not measured."""
     feed, step = evidence.rates(evidence.feed_stage), evidence.rates(Stage.STEP)
     if feed is None or step is None:
         return ""
@@ -265,12 +266,12 @@ def _known_text(evidence: Evidence) -> str:
 
 
 def _more_seconds(enough_seconds: float) -> float:
-    """Return the time budget to recommend if the measurements were uncertain."""
+    """Return the time budget, in seconds, to recommend if the measurements were too noisy."""
     return max(60.0, 2 * enough_seconds)
 
 
 def _threads_text(evidence: Evidence) -> str:
-    """Return the advice on the step's threads; empty if there is none."""
+    """Return the advice on the number of PyTorch's CPU threads; "" if there is none."""
     advice = threads_advice(evidence)
     return "" if advice is None else f" {advice.text}"
 
@@ -307,7 +308,7 @@ def _fed_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> st
 
 
 def _unsteady_text(evidence: Evidence) -> str:
-    """Return a sentence that names the stages whose repeats differ too much; empty if there are none."""
+    """Return sentences about the stages whose repeats differ too much; "" if there are no such stages."""
     known = {stage: evidence.rates(stage) for stage in (Stage.NORMALIZE, Stage.STEP, Stage.EVERYTHING)}
     ranges = [
         f"'{stage.words}' ({rate_text(rates.low)} to {rate_text(rates.high)} images/s)"
@@ -369,7 +370,7 @@ def bottleneck_stage(name: Bottleneck, evidence: Evidence) -> Stage:
 
 
 def _grounds(name: Bottleneck, evidence: Evidence) -> str:
-    """Describe the measurement that shows that `name` is a bottleneck."""
+    """Return text about the measurement that shows that `name` is a bottleneck."""
     stage, why = bottleneck_stage(name, evidence), ""
     if stage is Stage.COLD:
         why = ", and the file does not fit into memory"

@@ -71,10 +71,13 @@ def _first_rows(batch: Any, rows: int) -> Any:
 class Target:
     """The file, loaders, device and step of a diagnosis.
 
-    `failures` maps a stage to its error in one line, which mostly comes from the user's code. `reasons` maps a stage to
-    the reason why it is not measured. Stages measured with a filled page cache read the first `hot_rows` rows of the
-    split; `reader` reads rows for the stages without a loader. `fits_cache` is true if the page cache can hold the
-    whole split. Raises OptionsError and PackFormatError as `diagnose` does.
+    - `failures` maps a stage to its error in one line. Most of these errors come from the user's code.
+    - `reasons` maps a stage to the reason why it is not measured.
+    - `reader` reads rows for the stages without a loader.
+    - `hot_rows`: the stages that read from the page cache read the first `hot_rows` rows of the split.
+    - `fits_cache` is true if the page cache can hold the whole split.
+
+    Raises OptionsError and PackFormatError as `diagnose` does.
     """
 
     def __init__(self, settings: DiagnoseSettings) -> None:
@@ -86,7 +89,7 @@ class Target:
         self.on_gpu = self.device.type == "cuda"
         self.has_transform = settings.transform is not None
         if settings.pin_memory and not self.on_gpu:
-            text = "pin_memory=True needs a GPU, but the step runs on the CPU; leave it out"
+            text = "pin_memory=True needs a GPU, but the step runs on the CPU; leave out pin_memory=True"
             raise OptionsError(text, parameters=("pin_memory=True",))
         self._pinned = self.on_gpu if settings.pin_memory is None else settings.pin_memory
         self.dataset = H5Dataset(settings.path, settings.split, images=settings.images, labels=settings.labels)
@@ -97,7 +100,7 @@ class Target:
         self.batch_size = limited_batch_size(settings.batch_size, len(self.dataset))
         self.index: ChunkIndex = self.dataset.engine.indexes[self.dataset.names[0]]
         if isinstance(self.index, EncodedIndex) and not self.index.has_one_size:
-            # The images of a batch must have one size, so take the crops that most trainings take.
+            # The images of a batch must have one size, so decode crops as most trainings do.
             self.dataset = self.dataset.with_decode(RandomResizedCrop(_CROP_SIZE), exact=True)
         self.failures: dict[Stage, str] = {}
         self.reasons: dict[Stage, str] = {}
@@ -113,7 +116,10 @@ class Target:
         self._step_text = self._normalize_text = "none"
 
     def warm(self, seconds: float) -> None:
-        """Read rows into the page cache for about `seconds`, but at least one shuffle window and two batches."""
+        """Read rows into the page cache for about `seconds`, and set `hot_rows` to the number of rows read.
+
+        Read at least one shuffle window and at least two batches, even if that takes longer than `seconds`.
+        """
         min_rows = max(self._settings.window * self.index.group_rows, 2 * self.batch_size)
         self.hot_rows = self.reader.warm(seconds, min(min_rows, len(self.dataset)))
 
@@ -128,7 +134,7 @@ class Target:
                 count = len(images_of(transformed))
             except (OptionsError, TypeError) as error:  # no tensor, or one without axes
                 found = transformed[0] if isinstance(transformed, tuple) else transformed
-                raise TypeError(f"its batch is {short_repr(found)} instead of a tensor of images") from error
+                raise TypeError(f"the batch holds {short_repr(found)} instead of a tensor of images") from error
             if not count:
                 raise ValueError("it returned a batch without images")
             self._sample = transformed
@@ -141,7 +147,11 @@ class Target:
             self.loaders.transform = None
 
     def record_failure(self, stage: Stage, error: Exception, what: str, reason: str | None = None) -> None:
-        """Record why a stage failed: `what` and the error in `failures`, `reason` (default: the error) in `reasons`."""
+        """Record that a stage failed because of `error`.
+
+        In `failures`, record `what` failed and the error, or only the error if it is an H5PackError. In `reasons`,
+        record `reason`, by default the error.
+        """
         line = error_line(error)
         self.failures[stage] = line if isinstance(error, H5PackError) else f"{what} ({line})"
         self.reasons[stage] = reason or line
@@ -179,8 +189,8 @@ class Target:
     def batch_seconds(self) -> Iterator[tuple[float, float]]:
         """Estimate from a few images how long the device needs for a batch; yield (minimum, probable) seconds.
 
-        With these estimates, a batch that takes too long need not be started. Nothing is yielded for a GPU, because its
-        first calls are slow, and a few images may take as long as a batch.
+        With these estimates, a batch that takes too long need not be started. Yield nothing for a batch of at most 8
+        images, or for a GPU: its first calls are slow, and a few images may take as long as a batch.
         """
         whole, images, earlier = len(images_of(self._sample)), 0, 0.0
         for count in () if self.on_gpu else (few for few in _FEW_IMAGES if few < whole):
@@ -205,7 +215,10 @@ class Target:
         return time.perf_counter() - begun
 
     def use_whole_batch(self) -> None:
-        """Run the step once on a whole batch, and use this batch from now on. Record a failure of it in `failures`."""
+        """Run the step once on a whole batch, and use this batch from now on. If the step fails, record the failure.
+
+        Raise OptionsError if the batch cannot be copied to the device and normalized there.
+        """
         try:
             self.stages = DeviceStages(self.device, self._sample, self._normalize)
         except RuntimeError as error:  # such as torch.OutOfMemoryError
@@ -231,7 +244,7 @@ class Target:
             return False
 
     def hot_runs(self) -> list[StageRun]:
-        """Return the stages to measure with rows in the page cache; record in `reasons` why the others are left out."""
+        """Return the stages to measure with rows in the page cache; record in `reasons` why others are missing."""
         some = f"{self.hot_rows:,} of {len(self.dataset):,} rows" if self.hot_rows < len(self.dataset) else None
         how = "read by system calls, but H5Loader may copy rows from a memory map" if self.index.raw else None
         how = "; ".join(filter(None, (some, how))) or None
@@ -287,7 +300,7 @@ class Target:
         return runs
 
     def loop(self, rows: int | None = None, *, cold: bool = False) -> list[StageRun]:
-        """Return the training loop over the first `rows` rows (None: all) as one stage, or [] if it cannot run."""
+        """Return a list of one stage, the training loop over the first `rows` rows (None: all); [] if it cannot run."""
         step, transform_failed = self.step, Stage.TRANSFORM in self.failures
         if step is None or transform_failed:
             self.reasons[Stage.EVERYTHING] = self.reasons[Stage.TRANSFORM if transform_failed else Stage.STEP]
@@ -299,7 +312,8 @@ class Target:
 
     def _drop(self, loader: Any = None) -> None:
         """Drop the file from the page cache; then start the workers of `loader`, if it is a DataLoader."""
-        self.loaders.release_file()  # Mappings would keep pages in the page cache.
+        # Memory mappings of the file, such as those of workers, would keep its pages in the page cache.
+        self.loaders.release_file()
         reason = self._pages.drop()
         if reason is not None:
             raise NotMeasured(reason)
@@ -307,7 +321,10 @@ class Target:
             self.loaders.start_workers(loader)
 
     def transform_busy_fraction(self, seconds: float) -> float | None:
-        """Return the `busy_fraction` of the transform in this thread; None without one, or if it needs a generator."""
+        """Return the `busy_fraction` of the transform in this thread.
+
+        With a DataLoader, this includes reading an image. None if there is no transform, or if it requires a generator.
+        """
         transform = self.loaders.transform
         if transform is None:
             return None

@@ -164,7 +164,7 @@ def test_a_lowered_batch_size_is_explained() -> None:
     found = report()
     assert not any("only" in line for line in found.head())
     few = replace(found, target=replace(TARGET, rows=200, asked_batch_size=1_000))
-    assert "256 (there are only 200 images)" in few.head()[1]
+    assert "256 (reduced, because there are only 200 images)" in few.head()[1]
 
 
 def test_the_speed_with_one_thread_is_given_if_it_is_known() -> None:
