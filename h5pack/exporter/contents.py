@@ -1,11 +1,16 @@
-"""What the folder of an export contains: the names of the image files, and the manifest, a table of their rows.
+"""What the folder of an export contains: image files, and the manifest, a table with one line for each row.
 
-docs/cli.md describes both. A stored name is made safe and distinct, and keeps a suffix of the export format; another
-image suffix is replaced by the format's first suffix, which is also appended to all other names.
+docs/cli.md describes both. The path of an image file begins with the folders of its split and class. Then comes the
+name stored for the row or, without stored names, the row number. If that path would be invalid or the path of another
+file, the name is changed. Its suffix is one of the export format:
 
-If there are masks or further images, the rows' images are in the folder ``images``. Beside it, each field of masks or
-further images has a folder with the field's name. In it, a file has the same path as the row's image has in ``images``,
-except for the suffix.
+- A suffix of the format stays: in an export to JPEG, ``a.jpeg`` stays ``a.jpeg``.
+- The suffix of another image format is replaced by the first suffix of the export format: ``a.bmp`` becomes ``a.png``.
+- Otherwise the first suffix of the format is appended: ``a.b`` becomes ``a.b.png``.
+
+If there are masks or further images, the rows' images are in the folder ``images``. Each field of masks or further
+images has a folder with the field's name beside ``images``. The files of a row have the same path in all these folders,
+except for the suffix: for example, ``images/train/a.jpg`` and ``masks/train/a.png``.
 
 ``h5pack convert DIR/manifest.csv``, with the options that `Manifest.command` returns, restores splits, labels, label
 columns, fields and row order, except for what `Manifest.lost` lists.
@@ -42,14 +47,14 @@ from h5pack.system.text import counted
 MANIFEST = "manifest.csv"
 """Name of the CSV table written into the folder of an export."""
 UNLABELED = "_no_label"
-"""Class folder of the rows without a label, if classes have names."""
+"""Name of the class folder of rows without a label, if classes have names."""
 IMAGES = "images"
-"""Folder of the rows' images, if there are masks or further images."""
+"""Name of the folder of the rows' images, if there are masks or further images."""
 
 _MAX_NUMBERED_CLASSES = 1_000
 _MAX_PATH_BYTES = 2_048
 _MAX_FOLDER_BYTES = 200
-# Bytes that are kept free for a number, such as ~2, that may be inserted before the suffix.
+# Names are at least this many bytes shorter than the maximum. So a number, such as ~2, fits in front of the suffix.
 _SPARE_BYTES = 12
 _NUMBER_DIGITS = 6
 CONTROL_CHARACTERS = (*range(32), *range(127, 160))
@@ -63,7 +68,7 @@ _ESCAPES = {code: chr(code).encode("unicode_escape").decode() for code in CONTRO
 class NameRules:
     """The constraints that the image format and the file system place on names."""
 
-    suffixes: tuple[str, ...]  # suffixes of the image format, in lower case; other names get the first one
+    suffixes: tuple[str, ...]  # suffixes of the image format, in lower case; a name without any of them gets the first
     fold_case: bool = False  # whether the file system ignores case in names
     max_name_bytes: int = 255  # maximum length of a file or folder name
 
@@ -81,7 +86,9 @@ class ExportNames:
     paths: NameTable  # (n,), the distinct path of each row's file
     folders: tuple[str, ...]  # parents before their subfolders; also folders of classes without rows
     renamed: int  # number of stored names that had to change by more than their suffix and leading folders
-    exact_folders: bool = False  # whether each split and class has a folder with exactly its name
+    # Whether each split and each class has a folder with exactly its name, each row has a label, and there are no masks
+    # or further images.
+    exact_folders: bool = False
     # For each field of masks or further images: the path of each row's file, (n,). Masks are PNG files.
     masks: tuple[NameTable, ...] = ()
 
@@ -140,7 +147,7 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
 def _make_distinct(
     paths: list[str], files_of: Callable[[str], list[str]], folders: Iterable[str], fold: Callable[[str], str]
 ) -> Iterator[int]:
-    """Change `paths` in place, so that no file has the name of an earlier file or a folder; yield the changed indices.
+    """Change `paths` in place, so that no file has the path of an earlier file or of a folder; yield changed indices.
 
     ``files_of(path)`` returns the paths of a row's files: its image, which is `path`, its masks and further images.
     """
@@ -167,8 +174,9 @@ def has_splits(catalog: Catalog) -> bool:
 def _class_folders(catalog: Catalog, rules: NameRules) -> tuple[dict[int, str], set[int], bool]:
     """Return the class folder of each label, the splits without class folders, and whether the folders are exact.
 
-    There are no class folders if there are no labels, a label table, or over 1,000 classes without names. The
-    folders are exact if classes have names, every row has a label, and each folder has exactly the name of its class.
+    There are no class folders if there are no labels, if the labels are a table, or if there are over 1,000 classes
+    without names. The folders are exact if classes have names, every row has a label, and each folder has exactly the
+    name of its class.
     """
     labels, names = catalog.labels, catalog.label_names
     if labels is None or labels.ndim > 1:
@@ -209,7 +217,10 @@ def distinct_name(name: str, used: set[str], fold: Callable[[str], str] = str) -
 
 
 def _visible(part: str) -> str:
-    """Return a path component with ``_`` in front if it is hidden, ignored by readers, or named like the manifest."""
+    """Return a path component, with ``_`` in front if `h5pack convert` would ignore it or if it is the manifest's name.
+
+    `h5pack convert` ignores files and folders whose names begin with a dot, and the folder ``__MACOSX``.
+    """
     return f"_{part}" if part.startswith(".") or part.casefold() in ("__macosx", MANIFEST) else part
 
 
@@ -252,7 +263,7 @@ class ManifestColumn:
             return [named[value] for value in cells.tolist()]
         if cells.dtype.kind == "b":
             cells = cells.view(np.uint8)
-        # Return Python numbers, because parsing their str() gives exactly the same values.
+        # Return Python's numbers, because parsing the str() of such a number gives exactly the same value.
         return cells.tolist()  # type: ignore[no-any-return]
 
 
@@ -267,7 +278,7 @@ _OPTIONS = {
     schema.MASK: "--mask-columns",
     schema.IMAGE: "--image-columns",
 }
-"""The options that read columns of fields, by the kind of the field."""
+"""The option of `h5pack convert` that names a column of a field, by the kind of the field."""
 
 
 @dataclass(frozen=True)
@@ -351,7 +362,10 @@ def plan_manifest(source: SourceRows, names: ExportNames) -> Manifest:
 
 
 def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
-    """Return the `--source` with which convert restores all but the row order from the folders; None if it cannot."""
+    """Return the value of `--source` with which `h5pack convert` restores the pack from its folders.
+
+    The order of rows may differ. Return None if the folders do not suffice to restore everything else.
+    """
     classes = list(catalog.label_names or ())
     if catalog.fields or not names.exact_folders or [*_lost_splits(catalog)] or classes != sorted(classes):
         return None
@@ -359,8 +373,12 @@ def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
 
 
 def _folder_order(catalog: Catalog, paths: NameTable) -> str | None:
-    """Return the `--order` with which convert restores the order of rows from the folders; None if it cannot."""
-    # convert sorts images by folder, but without splits by class first. (With splits, this key has no effect.)
+    """Return the value of `--order` with which `h5pack convert` restores the order of rows from the folders.
+
+    Return None if no value of `--order` restores it.
+    """
+    # `h5pack convert` sorts images by split, folder and name, and without splits by class before the folder. With
+    # splits, the second key repeats the first, which has no effect.
     tops = catalog.split_ids if has_splits(catalog) or catalog.labels is None else catalog.labels
     keys = [(*above, *path.rpartition("/")) for *above, path in zip(catalog.split_ids, tops, paths, strict=True)]
     ranks = np.argsort(sorted(range(len(keys)), key=keys.__getitem__))
@@ -378,9 +396,12 @@ def is_header(cells: Sequence[str]) -> bool:
 
 
 def _column_name(used: set[str], unlabeled: bool, wanted: str) -> str:
-    """Return a distinct name without white space around it, and without commas, which separate names in options."""
+    """Return a distinct name for a column, without white space around it, control characters and commas.
+
+    Commas separate the names in the value of an option.
+    """
     name = one_line(wanted).strip().replace(",", ";") or "column"
-    # If a table has no labels, `h5pack convert` would take a column in LABEL_COLUMNS for labels.
+    # If the table has no labels, `h5pack convert` would take a column with a name in LABEL_COLUMNS for the labels.
     return distinct_name(f"field_{name}" if unlabeled and name.lower() in LABEL_COLUMNS else name, used)
 
 
@@ -407,8 +428,9 @@ def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> li
     if names is None:
         return [ManifestColumn(name("label"), labels)]
     if unreadable is not None:
-        # `h5pack convert` reads a label column of only integers as integers, and rejects others with numbers, so class
-        # names that look like numbers cannot be labels. Nor can names that several classes have.
+        # `h5pack convert` reads a label column of only integers as integers, and rejects any other column with a number
+        # in it. So class names that look like numbers cannot be labels. A name that several classes share cannot be a
+        # label, either, because `h5pack convert` would make one class of them.
         lost.append(f"the names of classes (convert cannot read back the name {unreadable!r}, so labels are numbers)")
         return [ManifestColumn(name("label"), labels), ManifestColumn(name("class"), labels, names)]
     used = {names[label] for label in np.unique(labels).tolist() if label != schema.NO_LABEL}
@@ -427,7 +449,8 @@ def _field(field: str, values: FieldValues, name: Callable[[str], str], lost: li
         mean = f"{'' if kind == schema.ARRAY else 'on average '}{count:,}"
         lost.append(f"the field {field!r}, which has {mean} numbers per row and is not in the table")
         return
-    # `h5pack convert` reads integers as int64, or in a column of numbers as uint64 if they are too large for int64.
+    # `h5pack convert` reads integers as int64. It reads a column of single integers as uint64 if one is too large for
+    # int64.
     is_large = data is values and data.dtype == np.uint64 and int(data.max(initial=0)) >= 2**63
     if kind in (schema.ARRAY, schema.RAGGED) and not is_large and data.dtype not in (np.int64, np.float64):
         lost.append(f"the dtype of the field {field!r}, which is {data.dtype}")

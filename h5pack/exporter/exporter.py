@@ -70,12 +70,14 @@ class ExportReport:
     files: int  #: number of images in the folder
     bytes: int  #: total size of all image files, including masks and further images
     splits: dict[str, int]  #: number of images in each split
-    classes: int  #: number of classes; 0 if classes have no names
+    classes: int  #: number of classes; 0 if there are no class names
     num_workers: int
     seconds: float
     resumed_files: int  #: number of images kept from an earlier run
     copied_files: int  #: number of rows already stored in the export's format, whose bytes were written unchanged
-    renamed_files: int  #: number of images whose stored name could not be kept; the manifest lists stored names
+    #: number of images whose stored name had to change by more than its suffix and leading folders; the manifest lists
+    #: the stored names
+    renamed_files: int
     damaged: tuple[MissingRow, ...]  #: rows that could not be exported
     again: str  #: the `h5pack convert` command that packs the exported folder again
     lost: tuple[str, ...]  #: what the command in `again` would not restore, such as the order of classes
@@ -114,7 +116,7 @@ class ExportReport:
     def damage_text(self) -> str:
         """Return lines of text that list the rows that could not be exported (at most 20)."""
         rows = counted(len(self.damaged), "row")
-        lines = [f"{self.path}: {rows} could not be exported; for a pack, see 'h5pack verify'"]
+        lines = [f"{self.path}: {rows} could not be exported; run 'h5pack verify' to check all rows of a pack"]
         lines += [f"  row {row.row} ({row.name}): {row.reason}" for row in self.damaged[:_MAX_LISTED]]
         if len(self.damaged) > _MAX_LISTED:
             lines.append(f"  and {len(self.damaged) - _MAX_LISTED:,} more")
@@ -157,7 +159,7 @@ def export(
         "png" (lossless) or "jpeg" (smaller files, lossy). Default: "jpeg" for a pack that keeps JPEG files, whose bytes
         are then written unchanged, else "png".
     quality : int, optional
-        JPEG quality, 1 to 100. Default: 95.
+        JPEG quality, 1 to 100; only for JPEG. Default: 95.
     splits : str or sequence of str
         Export only these splits. Default: all.
     limit : int, optional
@@ -166,20 +168,23 @@ def export(
         Paths of the datasets of images and of labels inside the file; ``labels=""`` exports no labels.
         Default: detected.
     fields : str or sequence of str
-        Names of fields of a pack, or paths of further numeric datasets, to include in the manifest. Default: all fields
-        of a pack.
+        Names of fields of a pack, or paths of further datasets of numbers or texts with one row per image. The manifest
+        lists their values. Masks and further images become files, and the manifest lists their paths. Default: all
+        fields of a pack.
     channel_axis : str, optional
         Position of the channel axis in a row: "last", "first" or "none". Default: as stored in a pack, else inferred
         from the shape.
     value_range : (float, float) or str, optional
-        The values mapped to 0 and 255, as a pair or as a string such as "0:1".
+        The values mapped to 0 and 255, as a pair or as a string such as "0:1". Default: (0, 1) for floats. Values of
+        uint8 and gray uint16 are kept, bool becomes 0 and 255, other uint16 values lose their low byte, and other
+        integers must be from 0 to 255. (A JPEG has no 16-bit values: gray uint16 values lose their low byte, too.)
     num_workers : int, optional
         Number of worker processes; with 1, no process is started. Default: the number of CPUs this process may use.
     start_method : str, optional
         "fork", "forkserver" or "spawn". Default: "fork" if that is safe, else "forkserver".
     overwrite : bool
-        Replace an earlier export once the new one is complete. An unfinished export is deleted at the start, unless
-        `resume` is true.
+        Replace an earlier export once the new one is complete. If `resume` is false, an unfinished export is deleted at
+        the start.
     resume : bool
         Continue an interrupted export: files that already hold the pixels of their rows are kept.
     progress : bool
@@ -193,8 +198,11 @@ def export(
 
     Raises
     ------
-    OutputExistsError, OutputBusyError
-        If the folder is not empty or has an unfinished export, or if another process is exporting to it.
+    OutputExistsError
+        If the folder is not empty, except for an earlier export with `overwrite`, or a complete export of the same rows
+        with `resume`. Also if an unfinished export exists, and neither `overwrite` nor `resume` is true.
+    OutputBusyError
+        If another process is exporting to the folder.
     DamagedRowsError
         If none of the rows can be exported.
     H5PackError
@@ -242,7 +250,8 @@ class ExportFolder:
 
     An export is written to `partial`, which is renamed to `final` when it is complete. An earlier export is renamed to
     `replaced` while the new one takes its place. `lock_file` exists whenever `partial` or `replaced` does: a folder
-    with one of these names, but without `lock_file`, was not made by an export. Symbolic links are resolved.
+    with one of these names, but without `lock_file`, was not made by an export. `given` is the folder as the user names
+    it. In all other paths, symbolic links are resolved.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -289,7 +298,10 @@ class ExportFolder:
             raise OutputExistsError.at(self.final, problem, "overwrite=True")
 
     def require_export(self) -> None:
-        """Raise OutputExistsError if the final folder, which is to be replaced, has files that no export wrote."""
+        """Raise OutputExistsError if the final folder, which is to be replaced, is not an export or has further files.
+
+        Raise no error if the folder is empty or missing.
+        """
         if not self.has_output():
             return
         advice = "only an export can be replaced, so move this folder or give another name"
@@ -302,7 +314,9 @@ class ExportFolder:
                 for line in lines:
                     known.add(line[0].removeprefix("./"))
                     folder, _, name = line[0].rpartition(".")[0].partition("/")
-                    # The file of a mask or further image has the name of the row's image; other cells are the user's.
+                    # The path of a mask or further image is the path of the row's image, but in another folder, and
+                    # perhaps with another suffix. All other cells are the user's values. A file whose path is such a
+                    # value is not part of the export.
                     beside = (f"{name}.png", f"{name}.jpg") if folder == IMAGES else ()
                     known.update(cell for cell in line[1:-1] if cell.partition("/")[2] in beside)
         except (OSError, ValueError, IndexError, csv.Error):
@@ -330,7 +344,10 @@ class ExportFolder:
             os.rename(self.replaced, self.final)
 
     def begin(self, *, keep: bool) -> None:
-        """Create `partial` and its manifest if missing. If `keep` is false, delete an unfinished export first."""
+        """Create `partial` and an empty manifest in it, if they do not exist.
+
+        If `keep` is false, first delete an unfinished export.
+        """
         if not keep:
             self.remove_replaced()
             with contextlib.suppress(FileNotFoundError):
@@ -339,7 +356,7 @@ class ExportFolder:
         (self.partial / MANIFEST).touch()
 
     def make_folders(self, names: ExportNames) -> None:
-        """Create all folders in `partial`; delete what a run with other options left there, and links to elsewhere."""
+        """Create all folders in `partial`. Delete symbolic links, and all that a run with other options left there."""
         kept_files, kept_folders = {MANIFEST, *names.paths, *itertools.chain(*names.masks)}, set(names.folders)
         for parent, below, files in os.walk(self.partial, topdown=False):
             for found, kept, remove in ((files, kept_files, os.unlink), (below, kept_folders, os.rmdir)):
@@ -365,7 +382,7 @@ class ExportFolder:
         sync_path(self.final.parent)
 
     def remove_replaced(self) -> None:
-        """Delete `replaced`, an earlier export whose place the new one has taken."""
+        """Delete `replaced`, an earlier export that a new one has replaced."""
         shutil.rmtree(self.replaced, ignore_errors=True)
 
 
@@ -382,7 +399,7 @@ class _Export:
     begin: float  # time.perf_counter() at the start
 
     def run(self) -> ExportReport:
-        """Write the export, unless `work.keep` is true and it is already complete, and return its report."""
+        """Write the export and return its report. If it is already complete and `work.keep` is true, write nothing."""
         target, source = self.target, self.source
         advice = "make room, then run again with resume=True"
         with reporting_disk_errors(target.partial, advice, "resume=True"), target.locked():
@@ -399,7 +416,8 @@ class _Export:
             if len(results.reasons) == len(source):
                 shutil.rmtree(target.partial)
                 advice = f"; give {' and '.join(results.parameters)}" if results.parameters else ""
-                problem = f"none of the selected rows can be exported; reason: {results.reasons[0]}{advice}"
+                reason = f"reason for the first row: {results.reasons[0]}{advice}"
+                problem = f"none of the selected rows can be exported; {reason}"
                 raise DamagedRowsError.at(self.source_path, problem, *results.parameters, rows=source.rows.tolist())
             manifest.write(target.partial / MANIFEST, results.reasons)
             target.publish(self.overwrite)
@@ -438,7 +456,7 @@ class _Export:
         if self.work.format == "jpeg" and results.copied < files:
             lost = (*lost, "the exact pixels, which PNG files would keep")
         elif self.work.format == "png" and isinstance(index, EncodedIndex):
-            lost = (*lost, "the JPEG files, because PNG files are encoded as JPEG again")
+            lost = (*lost, "the JPEG files, because convert encodes the PNG files as JPEG again")
         elif isinstance(form, ExportForm) and not form.is_exact(index.dtype, index.row_shape):
             lost = (*lost, f"the exact {index.dtype} values, which were converted to 8 bits")
         return ExportReport(

@@ -30,7 +30,7 @@ from h5pack.system.processes import shared
 from h5pack.system.text import one_of, splits_text
 
 SUFFIXES = {"png": (".png",), "jpeg": (".jpg", ".jpeg", ".jpe", ".jfif")}
-"""File name suffixes of each format. New files get the first one."""
+"""File name suffixes of each format. A name with none of them gets the first one."""
 SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}
 """The first bytes of files of each format."""
 
@@ -66,7 +66,10 @@ class SourceRows:
 def open_rows(
     path: str | os.PathLike[str], datasets: HDF5Datasets, splits: str | Sequence[str] = (), limit: int | None = None
 ) -> SourceRows:
-    """Select the rows of `splits` (default: all) in an HDF5 file, or `limit` evenly spaced ones if there are more."""
+    """Select the rows of `splits` (default: all) in an HDF5 file.
+
+    If there are more than `limit` of these rows, select `limit` evenly spaced ones.
+    """
     splits = texts("splits", splits)
     require_local(path)
     catalog = hdf5_catalog(Path(os.fsdecode(path)), datasets, NameFilter())
@@ -133,7 +136,7 @@ class ExportWork:
 
 @dataclass(frozen=True)
 class ExportTask:
-    """The rows of one task."""
+    """The rows that one call of `export_rows` exports."""
 
     indices: npt.NDArray[np.int64]  # (n,), indices of the rows in the catalog, ascending
     paths: list[tuple[str, ...]]  # for each row: the paths of its image, masks and further images in the folder
@@ -148,7 +151,7 @@ class ExportResults:
 
     rows: int = 0
     bytes: int = 0  # total size of the files
-    reasons: dict[int, str] = field(default_factory=dict)  # index in the catalog: reason why the row has no file
+    reasons: dict[int, str] = field(default_factory=dict)  # why a row has no file, by the row's index in the catalog
     parameters: tuple[str, ...] = ()  # parameters named by the first RejectedImageError that names any
     resumed: int = 0  # number of images kept from an earlier run
     copied: int = 0  # number of rows already stored in the export's format, whose bytes are written unchanged
@@ -168,7 +171,8 @@ class ExportResults:
 def export_tasks(reader: HDF5RowReader, files: Sequence[NameTable], num_workers: int) -> Iterator[ExportTask]:
     """Divide all rows into tasks, in stored order. Rows whose chunks are read together stay in one task.
 
-    `files` are the paths of the images of all rows, then those of each field of masks or further images.
+    The first table in `files` has the path of each row's image. There is one more table for each field of masks or
+    further images, with the path of each row's mask or further image.
     """
     count = len(files[0])
     everything = np.arange(count, dtype=np.int64)
@@ -209,7 +213,7 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
     """Write the file of a row, or with `work.check_only`, compare it; raise RejectedImageError for a damaged row.
 
     If the row is an encoded image of the export's format, its bytes are copied, so that a JPEG is not compressed again.
-    Unless the reader has compared these bytes with a checksum, they are decoded to find damage.
+    If the file has no checksums with which the reader compares these bytes, they are decoded to find damage.
     """
     data: bytes | None = None
     pixels: Any = None
@@ -249,9 +253,10 @@ def _export_field(work: ExportWork, number: int, index: int, path: str, results:
 
 
 def _store(work: ExportWork, path: str, pixels: Any, data: bytes | None, results: ExportResults) -> bool:
-    """Write `data`, or `pixels` as PNG if it is None; return whether the file had these contents and was kept.
+    """Write `data` or, if `data` is None, `pixels` as PNG. Return False, or True if an existing file was kept.
 
-    With `work.check_only`, write nothing, but count a file that is missing or differs.
+    If `work.keep` is true, a file that already has these contents is kept. With `work.check_only`, write nothing, but
+    count a file that is missing or differs.
     """
     if work.keep:
         with contextlib.suppress(OSError):
@@ -281,7 +286,7 @@ def _shows(data: bytes, pixels: npt.NDArray[Any]) -> bool:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return False
     found = found if found.ndim == 3 else found[:, :, None]
-    # Do not compare other dtypes: Pillow opens a 16-bit PNG file as uint16 or as int32, depending on its version.
+    # Compare only whether both dtypes are uint8: Pillow opens a 16-bit PNG file as uint16 or int32, by its version.
     return (found.dtype == np.uint8) == (pixels.dtype == np.uint8) and np.array_equal(found, pixels)
 
 
@@ -296,6 +301,8 @@ def _write_file(path: str, data: bytes) -> None:
 
 def encode_png(pixels: npt.NDArray[Any], orientation: int = 1) -> bytes:
     """Return pixels (h, w, c) encoded as PNG: uint8 gray, gray with alpha, RGB or RGBA, or uint16 gray.
+
+    An Exif `orientation` other than 1 is stored in the file.
 
     zlib's level 1 with the RLE strategy is used because it is fast: one thread encodes 380 images/s of 218x178 pixels.
     Level 1 alone encodes 310 images/s. The default level 6 encodes 110 images/s, into 3 % smaller files than RLE.
