@@ -10,23 +10,24 @@ from typing import Any
 from h5pack.errors import StateError
 from h5pack.system.parameters import whole_number
 
-# Parameters whose names differ from their keys in saved states.
+# For some keys of saved states: the parameter that determines the value, if its name is not the key.
 _PARAMETERS = {"samples": "num_samples", "trim": "drop_last", "pack_digest": "dataset", "chunk_rows": "dataset"}
 _OF_SPLIT = ("start", "rows")
 _PACK_DIGEST = "pack_digest"
-# The end of the message "the state was saved ...", which is raised if a saved value differs from this order's value.
-# Keys of saved states in `_PROBLEMS` have an end of their own. {saved} and {ours} stand for the two values.
-_PROBLEM = "with {parameter} {saved!r}, but this order has {ours!r}; resume with the same value"
+# The end of the message "the state was saved ...", which is raised if a saved value differs from our value. `_PROBLEMS`
+# has other ends of the message for some keys of saved states. {saved} and {ours} stand for the two values.
+_PROBLEM = "with {parameter}={saved!r}, but this sampler or loader has {ours!r}; resume with the same value"
 _PROBLEMS = {
-    "streams": f"{_PROBLEM}; to change the number of ranks, give streams= from the first run",
-    "global_batch": _PROBLEM.replace("{parameter}", "batch_size times num_replicas"),
+    "streams": f"{_PROBLEM}. The default is one stream per rank and lane: give every run the same streams= if their "
+    "numbers of ranks differ",
+    "global_batch": _PROBLEM.replace("{parameter}", "batch_size*num_replicas"),
     **dict.fromkeys(
         ("order", "mixture"),
-        "by another kind of sampler or h5pack version; resume with the same sampler and version",
+        "by another kind of sampler, or by another version of h5pack; resume with the same sampler and version",
     ),
-    _PACK_DIGEST: "for a pack with other rows, or in another order; resume with the pack of the first run",
-    "chunk_rows": "for chunks of {saved} rows, but this file's have {ours}; resume with the same file",
-    "rows_digest": "for other rows of the file, or other indices; resume with the same indices or Subset",
+    _PACK_DIGEST: "for a pack with other rows, or with the same rows in another order; resume with the same pack",
+    "chunk_rows": "for chunks of {saved} rows, but this file has chunks of {ours} rows; resume with the same file",
+    "rows_digest": "for other rows of the file, or other indices; resume with the same split, indices or Subset",
     "weights_digest": "with other weights; resume with the same weights",
     "counts": "with other weights of the packs; resume with the same weights",
     "packs": "for other packs, or with another seed, shuffle or window; resume with the same packs and values",
@@ -34,7 +35,7 @@ _PROBLEMS = {
 
 
 def _rows_text(order: dict[str, Any]) -> str:
-    """Describe the rows in an order's identity: their range or, for a subset, only their number."""
+    """Describe the rows in the identity of an order: their range if it is known, else only their number."""
     start, rows = order.get("start"), order.get("rows")
     if isinstance(start, int) and isinstance(rows, int):
         return f"rows {start} to {start + rows - 1}"
@@ -42,7 +43,7 @@ def _rows_text(order: dict[str, Any]) -> str:
 
 
 def _agrees(saved: Any, ours: Any, name: str = "") -> bool:
-    """Return whether a saved value and our value are equal. A pack's digest also agrees with None (unknown)."""
+    """Return whether a saved value and our value are equal. A pack digest also agrees with None, an unknown digest."""
     if name == _PACK_DIGEST:
         return saved is None or ours is None or bool(saved == ours)
     if isinstance(saved, dict) and isinstance(ours, dict):
@@ -59,20 +60,22 @@ class IterationState:
     epoch: int = 0
     start: int = 0  # the batch or row at which this iteration started: above 0 if it resumed from a saved state
     count: int = 0  # batches or rows delivered since `start`
-    exhausted: bool = False  # whether a sampler was asked for more rows than the epoch had left
-    # Returns how many of the `count` batches or rows the training loop has received. If there is no function, or it
-    # returns None, all were received.
+    exhausted: bool = False  # whether a sampler was asked for an item after the last item of its epoch
+    # Returns how many of the `count` batches or rows the training loop has received. If `received` is None or returns
+    # None, the loop is assumed to have received all.
     received: Callable[[], int | None] | None = None
     in_order: bool = True  # whether the loop receives batches in the order in which a DataLoader requested them
 
     def __getstate__(self) -> dict[str, Any]:
-        # `received` may reference a DataLoader's iterator, which cannot be pickled, so store what it returns now.
+        # `received` may reference a DataLoader's iterator, which cannot be pickled. So store the number that it returns
+        # now as the count.
         return {**self.__dict__, "received": None, "count": self.received_count()}
 
     def received_count(self, given: int | None = None) -> int:
-        """Return how many batches or rows the training loop has received: `given`, if the loop has counted them itself.
+        """Return how many batches or rows the training loop has received.
 
-        Raise StateError if these may not be the first batches or rows of the iteration.
+        `given` is the number that the loop has counted itself; None: use `received`, or else `count`. Raise StateError
+        if a DataLoader with ``in_order=False`` may have delivered batches that are not the first ones of the iteration.
         """
         count = self.received() if given is None and self.received is not None else given
         count = self.count if count is None else count
@@ -88,12 +91,14 @@ class IterationState:
 class EpochCursor:
     """The progress of a sampler or loader: the next epoch, the batch or row it starts at, and the running iteration.
 
-    An epoch has `length` batches or rows; `unit` is "batches" or "rows". Each is counted when it is delivered. An
-    iteration starts the epoch that was passed to `set_epoch`, by default the epoch after the previous one. After `load`
-    the next iteration continues where the state was saved. A state that was saved with another `identity` is refused.
+    An epoch has `length` batches or rows; `unit` is "batches" or "rows". A batch or row is counted when it is
+    delivered. An iteration starts the epoch that was passed to `set_epoch`, by default the epoch after the previous
+    one. After `load`, the next iteration continues where the state was saved. `load` refuses a state that was saved
+    with another `identity`.
 
-    If each rank counts its own rows, give `num_replicas`: a state then resumes on another number of ranks only if all
-    streams (equal parts of the order, see `h5pack.order.window`) had delivered the same number of rows.
+    If each rank counts its own rows, `num_replicas` is the number of ranks. A state then resumes on another number of
+    ranks only if all streams (equal parts of the order, see `h5pack.order.window`) had delivered the same number of
+    rows. None: the count is the same on every rank.
     """
 
     def __init__(self, identity: dict[str, Any], unit: str, length: int, num_replicas: int | None = None) -> None:
@@ -107,39 +112,42 @@ class EpochCursor:
         self._running = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch. If a state was loaded for the same epoch, the next iteration still resumes from it."""
+        """Choose the next epoch. If a state of the same epoch was loaded, the next iteration still resumes from it."""
         epoch = whole_number("epoch", epoch, None)
         if epoch != self._next_epoch:
             self._next_epoch, self._next_start = epoch, 0
         self._running = False
 
     def pause(self) -> None:
-        """Record that an iterator was created but not started, so that `state` returns its starting point."""
+        """Record that an iterator was created but not started: `state` then returns the start of the next iteration."""
         self._running = False
 
     def finish(self, iteration: IterationState) -> None:
-        """Record that an iteration was consumed to its end, so that `state` returns the start of the next epoch."""
+        """Record that an iteration was consumed to its end: `state` then returns the start of the next epoch.
+
+        Do nothing if a later iteration is running.
+        """
         if iteration is self.iteration:
             self._running = False
 
     def begin(self) -> IterationState:
-        """Start the next epoch. The caller must increase the result's `count` for each batch or row it delivers."""
+        """Start the next iteration. The caller must add 1 to the result's `count` for each delivered batch or row."""
         self.iteration = IterationState(self._next_epoch, self._next_start)
         self._next_epoch, self._next_start = self.iteration.epoch + 1, 0
         self._running = True
         return self.iteration
 
     def cancel(self) -> None:
-        """Make the next iteration begin where the current one began, because the current one failed to start."""
+        """Make the next iteration begin where the running one began. Call this if the running one failed to start."""
         self._next_epoch, self._next_start = self.iteration.epoch, self.iteration.start
         self._running = False
 
     def state(self, count: int | None = None) -> dict[str, Any]:
         """Return the state after `count` batches or rows of the running iteration.
 
-        If `count` is None, return the state after everything received so far, or at the start of the next epoch if the
-        epoch is exhausted and everything was received. If no iteration is running, return the state at the start of the
-        next iteration.
+        If `count` is None, return the state after all batches or rows that the training loop has received so far. If
+        these are all of the epoch, and the sampler was asked for more, return the state at the start of the next epoch
+        instead. If no iteration is running, return the state at the start of the next iteration.
         """
         if count is not None:
             # `load` would refuse a state past the end of the epoch.
@@ -160,7 +168,7 @@ class EpochCursor:
         epoch, done = self._next_epoch, self._next_start
         if iteration is not None:
             epoch, done = iteration.epoch, iteration.start + (iteration.count if count is None else count)
-        # These keys are part of saved states, so they stay the same even if the parameters are renamed.
+        # Saved states have these keys. So do not change the keys, such as "world_size", to the names of parameters.
         ranks = {} if self._num_replicas is None else {"world_size": self._num_replicas}
         return {"order": self.identity, "epoch": epoch, self.unit: done, **ranks}
 
@@ -172,9 +180,9 @@ class EpochCursor:
         except (LookupError, TypeError, ValueError) as error:
             raise StateError(
                 f"the state is invalid ({error!r}): it was not saved by a sampler or loader of this kind, which counts "
-                f"{self.unit}; give what its state_dict() returned"
+                f"{self.unit}; load what state_dict() of such a sampler or loader returned"
             ) from error
-        # Compare the pack first, because in another pack, splits and chunks may differ, too.
+        # Compare the pack first. In another pack, splits and chunks may differ, too, and the message would name those.
         for name in {_PACK_DIGEST: None, **self.identity, **order}:
             if not _agrees(order.get(name), self.identity.get(name), name):
                 parameter, problem = _PARAMETERS.get(name, name), _PROBLEMS.get(name, _PROBLEM)
@@ -182,7 +190,8 @@ class EpochCursor:
                 if name in _OF_SPLIT:
                     saved, ours = _rows_text(order), _rows_text(self.identity)
                     chosen = "split" if "start" in order and "start" in self.identity else "split, indices or Subset"
-                    problem = "for {saved} of its file, but this order is for {ours}; resume with the same " + chosen
+                    problem = "for {saved} of its file, but this sampler or loader is for {ours}; resume with the same "
+                    problem += chosen
                 problem = problem.format(parameter=parameter, saved=saved, ours=ours)
                 raise StateError(f"the state was saved {problem}", parameters=(parameter,))
         if self._num_replicas is not None and saved_ranks is not None and saved_ranks != self._num_replicas:
@@ -196,7 +205,7 @@ class EpochCursor:
         self._running = False
 
     def _for_our_ranks(self, done: int, saved_ranks: int, ranks: int) -> int:
-        """Convert the rows delivered on each of `saved_ranks` ranks to the rows delivered on each of `ranks` ranks."""
+        """Convert a number of rows delivered on each of `saved_ranks` ranks to the number on each of `ranks` ranks."""
         streams = self.identity["streams"]
         if saved_ranks < 1 or streams % saved_ranks:
             problem = f"{saved_ranks} ranks cannot have had {streams} streams"
@@ -204,8 +213,8 @@ class EpochCursor:
         if done * saved_ranks % streams:
             raise StateError(
                 f"the state was saved after {done} rows on each of {saved_ranks} ranks, when not all {streams} streams "
-                f"had delivered equally many rows; resume with {saved_ranks} ranks, or save after a multiple of "
-                f"{streams // saved_ranks} rows"
+                f"had delivered equally many rows; resume with {saved_ranks} ranks, or load a state that was saved "
+                f"after a multiple of {streams // saved_ranks} rows on each rank"
             )
         return done * saved_ranks // ranks
 
@@ -217,16 +226,16 @@ class Resumable:
         self._cursor = cursor
 
     def __len__(self) -> int:
-        """Return the number of batches of this rank per epoch, or of rows if each item is a single row."""
+        """Return the number of items of this rank per epoch: batches, or rows if the sampler yields single rows."""
         return self._cursor.length
 
     @property
     def epoch(self) -> int:
-        """The epoch of the running iteration, else of the previous one."""
+        """The epoch of the iteration that was started last; 0 before the first iteration."""
         return self._cursor.iteration.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration. By default each iteration is the epoch after the previous one."""
+        """Choose the epoch of the next iteration. By default it is the epoch after that of the previous iteration."""
         self._cursor.set_epoch(epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -241,5 +250,5 @@ class Resumable:
 
 
 def finish_epoch(resumable: Resumable) -> None:
-    """Make the state that of the next iteration, because all batches of the running one, if any, were received."""
+    """Make `state_dict` return the start of the next iteration, after all batches of an epoch were received."""
     resumable._cursor.finish(resumable._cursor.iteration)

@@ -19,7 +19,11 @@ from h5pack.system.properties import cached_property
 
 _VERSION = 1
 BLOCK_ROWS = 1_024
-"""Batch size in the plans of the packs. Unless packs are shuffled by window, chunk groups have about this many rows."""
+"""Batch size in the plans of the packs.
+
+If packs are shuffled by window, each chunk group is a window. Otherwise it is one chunk, or several smaller chunks with
+up to this many rows, or this many rows if all rows are shuffled individually.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,12 @@ class Mixture:
     """The endless order of a mixture for all ranks.
 
     Step s delivers the rows ``s * global_batch`` to ``(s + 1) * global_batch - 1`` of this order. An epoch consists of
-    `num_batches` steps.
+    `num_batches` steps; s counts the steps of all epochs.
     """
 
     plans: tuple[OrderPlan, ...]  # one per pack, for a single rank, with batches of `BLOCK_ROWS` rows
     counts: tuple[int, ...]  # rows of each pack in one period
-    starts: Rows  # int64, (packs,): index of the first sample of each pack
+    starts: Rows  # int64, (packs,): dataset index of the first sample of each pack
     global_batch: int
     num_samples: int
     drop_last: bool
@@ -44,16 +48,19 @@ class Mixture:
 
     @cached_property
     def owners(self) -> Rows:
-        """The pack of each row of a period; int64 (period,)."""
+        """The index of the pack from which each row of a period comes; int64 (period,)."""
         return schedule(self.counts)
 
     @cached_property
     def places(self) -> list[Rows]:
-        """For each pack, the positions of its rows in a period; ``places[i]`` is int64 (counts[i],)."""
+        """For each pack, the positions in a period of the rows from this pack; ``places[i]`` is int64 (counts[i],)."""
         return [np.flatnonzero(self.owners == number) for number in range(len(self.plans))]
 
     def identity(self) -> dict[str, Any]:
-        """Return the JSON-serializable values that must match those of a saved state to resume from it."""
+        """Return values that are saved with a state. A state can be loaded only if its values equal these.
+
+        The dict is JSON-serializable.
+        """
         return {
             "mixture": _VERSION,
             "packs": [{**plan.identity(), "global_batch": None} for plan in self.plans],
@@ -116,9 +123,10 @@ class _PackOrder:
 def _pack_groups(
     mixture: Mixture, number: int, first: int, begun: Callable[[int, int, Rows], None] | None
 ) -> Iterator[Rows]:
-    """Yield the dataset indices of each chunk group of pack `number`, from row `first` of its order on, without an end.
+    """Yield the dataset indices of each chunk group of pack `number`, without an end.
 
-    ``begun(number, first, indices)`` is called before indices are yielded.
+    The first index is that of row `first` of the pack's order. Before indices are yielded, ``begun(number, start,
+    indices)`` is called, where `start` is the number of their first row in the pack's order.
     """
     plan, start = mixture.plans[number], mixture.starts[number]
     epoch, row = divmod(first, plan.rows.count)
@@ -139,9 +147,10 @@ def _pack_groups(
 class MixturePlan(OrderPlan):
     """The order of a mixture for a loader that sees all packs as one file.
 
-    Each chunk group is one batch. If a pack has a small share, the rows of its shuffle window are spread over many
-    batches, and filling all these batches together could take any amount of memory. Instead, the rows of each window
-    are listed in `ChunkGroup.upcoming` one group early, so that they are read into the page cache.
+    Each `ChunkGroup` of this plan has the rows of one batch. If a pack has a small share, the rows of its shuffle
+    window are spread over many batches, and filling all these batches together could take any amount of memory.
+    Instead, the rows of a window are read into the page cache (see `ChunkGroup.upcoming`) when the first rows of the
+    pack's previous window are needed.
     """
 
     mixture: Mixture

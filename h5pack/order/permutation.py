@@ -1,6 +1,7 @@
-"""Reproducible permutations: a key gives the same order in every release, on every machine, with every NumPy.
+"""Reproducible permutations: a key gives the same order on every machine, with every release of h5pack and of NumPy.
 
-NumPy's shuffles may change between its releases, so the random numbers come from a hash (`h5pack.system.arrays`).
+NumPy may change its shuffles in a new release. So the random numbers come from a hash function in
+`h5pack.system.arrays`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from h5pack.system.arrays import SPLITMIX64_GAMMA, shuffled, splitmix64, splitmi
 _MASK = (1 << 64) - 1
 _ROUNDS = 8
 TABLE_ROWS = 1 << 20
-"""A permutation of up to this many items is stored as a table (of up to 8 MiB); a larger one is computed on request."""
+"""A permutation of up to this many items is stored as a table (of up to 8 MiB).
+
+Of a larger permutation, only the requested items are computed, on each request.
+"""
 
 
 def derive_key(*parts: int) -> int:
-    """Hash integers into a 64-bit key; changing any of them changes the whole key."""
+    """Hash integers into a 64-bit key. Only the lower 64 bits of each integer count; each bit affects the whole key."""
     state = 0
     for part in parts:
         state = splitmix64(((state ^ (int(part) & _MASK)) + SPLITMIX64_GAMMA) & _MASK)
@@ -25,11 +29,12 @@ def derive_key(*parts: int) -> int:
 
 
 class Permutation:
-    """A random permutation of 0..count-1 with random access, determined by a 64-bit key.
+    """A random permutation of the numbers 0 to ``count - 1``, determined by a 64-bit key.
 
-    More than `TABLE_ROWS` items are permuted by a Feistel network, which permutes the numbers below the next power of
-    four. It is applied to a number again and again until the result is below `count` (Black and Rogaway 2002, "Ciphers
-    with arbitrary finite domains"). So even a billion items take no memory.
+    More than `TABLE_ROWS` items are permuted by a Feistel network, whose domain is the numbers below a power of four:
+    the smallest one that is at least `count`. The network is applied to a number again and again until the result is
+    below `count` (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). So even a permutation of a billion
+    items takes no memory.
     """
 
     def __init__(self, count: int, key: int) -> None:
@@ -55,7 +60,7 @@ class Permutation:
         return self._walk(items, inverse=True)
 
     def _walk(self, values: npt.NDArray[np.int64], inverse: bool = False) -> npt.NDArray[np.int64]:
-        """Apply the Feistel network to each value until it is below `count`."""
+        """Apply the Feistel network, or its inverse, to each value once, then again while the result is too large."""
         current = self._encrypt(values.astype(np.uint64), inverse)
         outside = np.flatnonzero(current >= self.count)
         while len(outside):
@@ -64,7 +69,11 @@ class Permutation:
         return current.view(np.int64)
 
     def _encrypt(self, values: npt.NDArray[np.uint64], inverse: bool) -> npt.NDArray[np.uint64]:
-        """Run the rounds of the network. Its inverse is the same with reversed keys and exchanged halves."""
+        """Apply the network, or its inverse, once to each value.
+
+        The inverse runs the same rounds with the keys in reverse order, and exchanges the halves of each value before
+        the first round and after the last.
+        """
         left, right = values >> self._half, values & self._low
         if inverse:
             left, right = right, left

@@ -22,18 +22,20 @@ class EpochRows(Protocol):
 
     count: int  # number of rows; a row that is drawn several times counts each time
     chunk_count: int  # chunks that contain at least one row of the epoch
-    chunk_rows: int  # rows per chunk of the file
-    # Pairs (chunk, by how many rows it is shorter than `chunk_rows`, possibly 0). The numbers of pairs with the same
-    # chunk add up. Other chunks have `chunk_rows` rows. None: chunks may have any length (see `chunk_lengths`).
+    chunk_rows: int  # rows per chunk of the file, or rows that are read together if the dataset is contiguous
+    # Pairs (chunk number, number of rows that the chunk lacks to have `chunk_rows` rows). A pair may say 0 rows. If two
+    # pairs have the same chunk, the chunk lacks the sum. All chunks without a pair have `chunk_rows` rows. None: chunks
+    # may have any length, which `chunk_lengths` returns.
     short_chunks: list[tuple[int, int]] | None = None
 
     def chunk_lengths(self) -> Rows:
         """Return the number of rows in each chunk; int64, (chunk_count,)."""
 
     def rows_in_chunks(self, chunks: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
-        """Return rows ``starts[i]`` to ``stops[i] - 1``, counted within the chunk, of each chunk ``chunks[i]``.
+        """Return the epoch's rows number ``starts[i]`` to ``stops[i] - 1`` of each chunk ``chunks[i]``.
 
-        The result is two arrays, int64 (n,): rows of the file, and the dataset indices that a sampler yields for them.
+        The first row of the epoch in a chunk has the number 0. The result is two arrays, int64 (n,): the rows of the
+        file, and the dataset indices that a sampler yields for these rows.
         """
 
     def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:
@@ -44,30 +46,34 @@ class RowSampler(Protocol):
     """The choice of the rows of each epoch: all rows of a range or subset, or random draws by weight."""
 
     count: int  # rows per epoch
-    chunk_rows: int  # rows per chunk of the file
+    chunk_rows: int  # rows per chunk of the file, or rows that are read together if the dataset is contiguous
 
     @property
     def unique_count(self) -> int:
-        """Number of distinct rows of the file that can occur in any epoch."""
+        """Number of distinct rows of the file that an epoch can contain."""
         return len(self.unique_rows())
 
     def epoch_rows(self, key: int) -> EpochRows:
         """Return the rows of the epoch whose 64-bit random key is `key`."""
 
     def max_rows(self, chunks: int) -> int:
-        """Return an upper bound on the number of rows in `chunks` consecutive chunks of an epoch's order."""
+        """Return an upper bound on the number of rows in `chunks` chunks that an epoch reads one after the other."""
 
     def unique_rows(self) -> range | Rows:
-        """Return the distinct rows of the file that can occur in any epoch, ascending; a range, or int64, (n,)."""
+        """Return the distinct rows of the file that an epoch can contain, ascending; a range, or int64, (n,)."""
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that must match those of a saved state to resume from it; numbers and strings only."""
+        """Return values that are saved with a state. A state can be loaded only if its values equal these.
+
+        The dict is JSON-serializable.
+        """
 
 
 class RowSet(RowSampler, EpochRows):
-    """A set of the file's rows that is the same in every epoch: the base class of `RowRange` and `RowSubset`.
+    """Rows of the file that are the same in every epoch: the base class of `RowRange` and `RowSubset`.
 
-    `pack_digest` is a checksum that distinguishes files with the same number of rows; None if it is not known.
+    `pack_digest` is a checksum of the pack. A saved state includes it, so that the state is not loaded for another pack
+    with the same number of rows. None: the pack has no checksums.
     """
 
     def __init__(self, count: int, chunk_rows: int, pack_digest: int | None) -> None:
@@ -77,7 +83,7 @@ class RowSet(RowSampler, EpochRows):
         return self
 
     def chunk_starts(self, chunks: Rows) -> Rows:
-        """Return the positions at which `chunks` start, int64 (n,). Chunk number `chunk_count` stands for the end."""
+        """Return the position of each chunk's first row, int64 (n,); for chunk number `chunk_count`, return `count`."""
         raise NotImplementedError
 
     def chunk_lengths(self) -> Rows:
@@ -91,7 +97,8 @@ class RowSet(RowSampler, EpochRows):
 class RowRange(RowSet):
     """Consecutive rows of the file: a split, or all rows. The object takes the same memory for any number of rows.
 
-    With `digested`, the identity equals that of a `RowSubset` of these rows, as in saved states of a `ConcatPack`.
+    If `digested` is true, `identity` returns the same as for a `RowSubset` of these rows. Saved states of a
+    `ConcatPack` have this form.
     """
 
     def __init__(
@@ -130,7 +137,7 @@ class RowRange(RowSet):
 
 
 class RowSubset(RowSet):
-    """Any rows of the file, in any order and possibly repeated. They are sorted into the file's order.
+    """Any rows of the file; a row may be repeated. The constructor sorts them into the file's order.
 
     `indices` are the dataset indices that a sampler yields for `rows`; both are int64, (n,).
     """
@@ -143,7 +150,7 @@ class RowSubset(RowSet):
         self._rows, self._indices = rows, indices
         self._edges = equal_runs(self._rows // chunk_rows)
         self.chunk_count = len(self._edges) - 1
-        # Because rows may be repeated, a chunk here can have more rows than in the file.
+        # Because rows may be repeated, a chunk can have more rows in this subset than in the file.
         self._longest = int(self.chunk_lengths().max(initial=0))
 
     def max_rows(self, chunks: int) -> int:
@@ -167,7 +174,7 @@ class RowSubset(RowSet):
 
 
 def _digest(*columns: RowNumbers) -> int:
-    """Return the CRC-32 of the numbers in all columns, as int64, one column after the other."""
+    """Return the CRC-32 of all numbers as little-endian int64, one column after the other."""
     digest = 0
     for numbers in columns:
         for low in range(0, len(numbers), _BLOCK_ROWS):

@@ -38,7 +38,7 @@ def balanced_weights(labels: Rows, unlabeled: int | None) -> npt.NDArray[np.floa
     """
     first = int(labels.min(initial=0))
     if int(labels.max(initial=0)) - first < max(len(labels), _BLOCK_ROWS):
-        numbers = labels - first if first else labels  # Sorting many labels would take 20 times as long.
+        numbers = labels - first if first else labels  # For many labels, `np.unique` would take 20 times as long.
     else:
         numbers = np.unique(labels, return_inverse=True)[1]
     weights: npt.NDArray[np.float64] = (1 / np.maximum(np.bincount(numbers), 1))[numbers]
@@ -50,8 +50,8 @@ def balanced_weights(labels: Rows, unlabeled: int | None) -> npt.NDArray[np.floa
 class WeightedRows(RowSampler):
     """A `RowSampler` that draws `num_samples` rows per epoch, at most `MAX_SAMPLES`, in proportion to their weights.
 
-    `weights`, float64 (rows.count,), are in the file's order. All must be finite and at least 0, and at least one
-    above 0. The array is not kept.
+    `weights`, float64 (rows.count,), are in the file's order. Each must be finite and at least 0, and at least one must
+    be above 0. The object does not keep a reference to the array.
     """
 
     def __init__(self, rows: RowSet, weights: npt.NDArray[np.float64], num_samples: int) -> None:
@@ -59,26 +59,26 @@ class WeightedRows(RowSampler):
         self._digest = zlib.crc32(np.ascontiguousarray(weights, "<f8").data)
         self._units = _in_units(weights)
         sums = np.add.reduceat(self._units, rows.chunk_starts(np.arange(rows.chunk_count)))
-        self.sums: Rows = np.concatenate(([0], np.cumsum(sums)))  # of the units before each chunk, then of all
+        self.sums: Rows = np.concatenate(([0], np.cumsum(sums)))  # units before each chunk, then the units of all rows
         self._line = int(self.sums[-1])
         self._drawable = int(np.count_nonzero(self._units))
 
     def epoch_rows(self, key: int) -> EpochDraws:
-        """Return the draws of an epoch. Their common offset follows from the upper 53 bits of the random `key`."""
+        """Return the draws of an epoch. The upper 53 bits of the random `key` determine the offset of its points."""
         return EpochDraws(self, (key >> 11) * self._line >> 53)
 
     def max_rows(self, chunks: int) -> int:
-        """Return an upper bound on the rows drawn from `chunks` consecutive chunks of any epoch's order."""
+        """Return an upper bound on the rows drawn from `chunks` chunks that an epoch reads one after the other."""
         sums = np.diff(self.sums)
         others = min(chunks, len(sums)) - 1
         heaviest = np.partition(sums, len(sums) - 1 - others)[-1 - others :]
-        # Padding repeats the beginning of the order at its end, so one of the chunks can occur twice: count the
-        # heaviest twice.
+        # Padding repeats the beginning of the order at its end. So one of the chunks can occur twice, and the heaviest
+        # chunk is counted twice.
         units = int(heaviest.sum()) + int(heaviest.max())
         return -(-self.count * units // self._line) + others + 1
 
     def unique_rows(self) -> range | Rows:
-        """Return the distinct rows of the file with a positive weight, ascending; a range, or int64, (n,)."""
+        """Return the distinct rows of the file that have at least one unit, ascending; a range, or int64, (n,)."""
         if self._drawable == self.rows.count:
             return self.rows.unique_rows()
         return np.unique(self.rows.rows_at(np.flatnonzero(self._units))[0])
@@ -89,9 +89,10 @@ class WeightedRows(RowSampler):
     def row_edges(self, chunks: Rows, offset: int) -> tuple[Rows, Rows, Rows]:
         """Return (positions, edges, counts) for the rows of `chunks`, int64 (c,).
 
-        `positions`, (n,), are the positions of these rows in the `RowSet`. `edges`, (n,), are the numbers of draws up
-        to and including each row. `counts`, (c,), are the numbers of rows in each chunk. `offset` is the epoch's random
-        offset: the first point on the line of weights is at ``offset / count`` units (see the module's docstring).
+        `positions`, (n,), are the positions of these rows in the `RowSet`. ``edges[i]`` is the number of the epoch's
+        draws of all rows of the file up to and including the row at ``positions[i]``; the shape is (n,). `counts`,
+        (c,), has the number of rows in each chunk. `offset` is the epoch's random offset: the first point on the line
+        of weights is at ``offset / count`` units (see the module's docstring).
         """
         starts = self.rows.chunk_starts(chunks)
         counts = self.rows.chunk_starts(chunks + 1) - starts
@@ -103,12 +104,14 @@ class WeightedRows(RowSampler):
         return positions, self.draws_before(sums, offset), counts
 
     def draws_before(self, units: Rows, offset: int) -> Rows:
-        """Return, for each position on the line of weights, how many of the epoch's draws are at points before it.
+        """Return, for each position on the line of weights, the number of the epoch's draws before this position.
 
-        The point of draw k is at (k x line + offset) / count, where `line` is the length of the line.
+        `units` are the positions in units; they and the result are int64, (n,). The point of draw k is at
+        (k x line + offset) / count, where `line` is the length of the line.
         """
         # The result is the floor of (count x units + line - 1 - offset) / line, but the product exceeds 64 bits. So
-        # take the floating-point quotient, and correct it by the remainder, which is small and so exact modulo 2^64.
+        # compute an approximate quotient in floating point, then correct it by the remainder. The remainder is small,
+        # so it is exact although its terms are computed modulo 2^64.
         near = (units * (self.count / self._line)).astype(np.int64)
         rest = units.view(np.uint64) * np.uint64(self.count)
         rest += np.uint64(self._line - 1 - offset)
@@ -118,7 +121,7 @@ class WeightedRows(RowSampler):
 
 
 class EpochDraws(EpochRows):
-    """The rows that one epoch draws. Chunks without draws are left out and have no number."""
+    """The rows that one epoch draws. Chunks without draws are left out; the others are numbered consecutively."""
 
     def __init__(self, rows: WeightedRows, offset: int) -> None:
         self._weighted, self._offset = rows, offset
@@ -150,7 +153,10 @@ class EpochDraws(EpochRows):
         return self._weighted.rows.rows_at(found)
 
     def _groups(self, owners: Rows) -> Iterator[tuple[int, int, Rows]]:
-        """Divide ascending chunk numbers into slices with few distinct numbers; yield (start, stop, these numbers)."""
+        """Divide ascending chunk numbers into slices; yield (start, stop, distinct numbers) of each slice.
+
+        A slice has few distinct numbers, so that `row_edges` needs little memory.
+        """
         max_chunks = max(1, _BLOCK_ROWS // self.chunk_rows)
         chunks, heads = np.unique(owners, return_index=True)
         heads = np.append(heads, len(owners))
@@ -160,10 +166,10 @@ class EpochDraws(EpochRows):
 
 
 def _in_units(weights: npt.NDArray[np.float64]) -> Rows:
-    """Scale weights to integers whose sum is about 2^60, int64 (n,); equal weights stay equal."""
+    """Scale weights to integers whose sum is about 2^60; int64 (n,). Equal weights stay equal."""
     count = len(weights)
-    # Scaling by a power of two keeps all digits. First use a power with which the sum would not overflow even if all
-    # rows had the largest weight. The sum of the weights, scaled with this power, then determines the final power.
+    # Scaling by a power of two keeps all digits of a weight. First use a power with which the sum would not overflow
+    # even if all rows had the largest weight. The sum of these scaled weights then determines the final power.
     power = _LINE_BITS - count.bit_length() - int(np.frexp(weights.max())[1])
     coarse = sum(int(part.sum()) for _, part in _scaled(weights, power))
     power += _LINE_BITS - (coarse + count).bit_length()
@@ -174,6 +180,6 @@ def _in_units(weights: npt.NDArray[np.float64]) -> Rows:
 
 
 def _scaled(weights: npt.NDArray[np.float64], power: int) -> Iterator[tuple[int, Rows]]:
-    """Multiply weights by 2**power and round them, in blocks; yield each block's start and its values, int64 (n,)."""
+    """Multiply weights by 2**power and round them. Yield blocks: (index of the first weight, results as int64 (n,))."""
     for low in range(0, len(weights), _BLOCK_ROWS):
         yield low, np.rint(np.ldexp(weights[low : low + _BLOCK_ROWS], power)).astype(np.int64)

@@ -2,18 +2,23 @@
 
 The order depends only on a plan (`OrderPlan`) and the epoch. Its terms:
 
-- line: the epoch's chunks in permuted order, concatenated.
+- line: all rows of the epoch in one sequence: the chunks in permuted order, concatenated. Without a shuffle, the chunks
+  are in the file's order. With the shuffle "full", the line is a permutation of the single rows instead.
 - stream: one of `streams` equal parts of the line. If the rows do not divide evenly, the line is padded by repeating
-  its beginning, or trimmed. Within a stream, the rows of `window` chunks at a time are shuffled.
+  its beginning, or trimmed. With the shuffle "window", the rows of each `window` consecutive chunks of a stream are
+  shuffled.
 - lane: a group of streams; stream s belongs to lane s mod `lanes`. Batch t takes the same number of rows from each
   stream of lane t mod `lanes`.
-- rank: each of w ranks owns ``streams / w`` streams, the same number from each lane.
+- rank: one of `num_replicas` processes. Each owns ``streams / num_replicas`` streams, the same number from each lane.
 - slot: the index of a row within its batch.
 - chunk group: consecutive chunks of the line that are read together.
 
-Consequently the rows of a step are the same for every number of ranks. Unless all rows are shuffled individually
-("full"), each chunk is read by one rank, except chunks that the end of a stream cuts in two or that padding repeats. If
-DataLoader workers take batches in turn and their number divides `lanes`, each chunk is also read by one worker.
+Consequently the rows of a step are the same for every number of ranks with the same `streams`, `lanes` and global batch
+(batch size x ranks).
+
+With every shuffle but "full", each chunk is read by one rank. Exceptions are chunks that the end of a stream cuts, and
+chunks that padding repeats. If DataLoader workers take batches in turn and their number divides `lanes`, each chunk is
+also read by one worker, with the same exceptions.
 """
 
 from __future__ import annotations
@@ -37,7 +42,8 @@ from h5pack.system.properties import cached_property
 ORDER_VERSION = 1
 SHUFFLES = ("window", "full", "chunk", False)
 DEFAULT_WINDOW = 16
-# Parts of the random keys, so that keys for different purposes differ. Other values would change the order of a seed.
+# Each random key includes one of these numbers, so that keys for different purposes differ. Do not change the numbers:
+# the order of every seed would change.
 _CHUNKS, _ROWS, _WINDOW, _DRAWS = 1, 2, 3, 4
 
 
@@ -49,14 +55,16 @@ Span = tuple[int, int, int]
 class ChunkGroup:
     """Rows that are read together, such as those of a shuffle window, and the batches and slots that they go to.
 
-    Number the slots of all `spans` consecutively from 0: ``rows[i]`` goes to slot ``positions[i]``.
+    If all slots of the first span, then those of the second and so on are numbered from 0, ``rows[i]`` goes to the slot
+    with the number ``positions[i]``.
     """
 
     rows: Rows  # int64, (n,): rows of the file, ascending within each chunk
     indices: Rows  # int64, (n,): the dataset indices that a sampler yields for `rows`
     positions: Rows  # int64, (n,): a permutation of 0 to n - 1, see above
     spans: list[Span]  # in ascending order of batches
-    # Rows of the file that later groups need, to read into the page cache now; int64 (n,), each array ascending.
+    # Rows of the file that later groups need. They are to be read into the page cache when this group is planned. Each
+    # array is int64 (n,), ascending.
     upcoming: tuple[Rows, ...] = ()
 
     def split_by_batch(self, values: npt.NDArray[Any]) -> Iterator[tuple[Span, npt.NDArray[Any]]]:
@@ -112,7 +120,7 @@ class OrderPlan:
     def __post_init__(self) -> None:
         for name in ("batch_size", "window", "num_replicas", "streams", "lanes", "seed", "rank"):
             minimum = {"seed": 0, "rank": None}.get(name, 1)
-            # Convert NumPy integers, too, because a saved state must contain Python ints only.
+            # This also converts NumPy integers, because a saved state must contain Python ints only.
             object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
         if not isinstance(self.shuffle, (str, bool)) or self.shuffle not in SHUFFLES:
             raise unfit("shuffle", self.shuffle, "give 'window', 'full', 'chunk' or False")
@@ -124,7 +132,7 @@ class OrderPlan:
         if self.streams % (self.num_replicas * self.lanes):
             raise OptionsError(
                 f"{self.streams} streams cannot be divided among {self.num_replicas} ranks x {self.lanes} lanes; give "
-                f"a multiple of {self.num_replicas * self.lanes}",
+                f"streams= a multiple of {self.num_replicas * self.lanes}",
                 parameters=("streams", "lanes"),
             )
         if self.batch_size % self.step_streams:
@@ -152,7 +160,7 @@ class OrderPlan:
 
     @cached_property
     def rank_rows(self) -> int:
-        """Rows of this rank per epoch, including those of a smaller last batch that `drop_last` leaves out."""
+        """Number of rows of this rank per epoch. A smaller last batch counts even if `drop_last` leaves it out."""
         return self.stream_rows * (self.streams // self.num_replicas)
 
     @cached_property
@@ -168,7 +176,7 @@ class OrderPlan:
 
     @cached_property
     def max_group_batches(self) -> int:
-        """Upper bound on the number of batches from the first batch of a chunk group to its last."""
+        """Upper bound on the number of batches from the first batch of a chunk group to the last batch of the group."""
         if self.shuffle == "full":
             return 1
         rows = min(self.rows.max_rows(self.group_chunks), self.stream_rows)
@@ -176,21 +184,28 @@ class OrderPlan:
 
     @cached_property
     def group_chunks(self) -> int:
-        """Number of chunks per chunk group. Without a window shuffle, these chunks have about `stream_share` rows."""
+        """Number of chunks per chunk group.
+
+        With the shuffle "window", these are the chunks of a window. With "chunk" and False, they have up to
+        `stream_share` rows, but each group has at least one chunk. "full" does not use this number.
+        """
         return self.window if self.shuffle == "window" else max(1, self.stream_share // max(1, self.rows.max_rows(1)))
 
     @property
     def reads_again(self) -> bool:
-        """Whether the rows of a chunk are in several chunk groups, so that decoded chunks are worth keeping."""
+        """Whether several chunk groups have rows of the same chunk, so that decoded chunks are worth keeping."""
         return self.shuffle == "full"
 
     @cached_property
     def repeats_rows(self) -> bool:
-        """Whether an epoch may have several copies of a row, besides those that make streams equally long."""
+        """Whether an epoch may have several copies of a row, not counting copies that make streams equally long."""
         return isinstance(self.rows, WeightedRows) or self.rows.unique_count < self.rows.count
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that must match those of a saved state to resume from it; numbers and strings only."""
+        """Return values that are saved with a state. A state can be loaded only if its values equal these.
+
+        The dict is JSON-serializable.
+        """
         return {
             "order": ORDER_VERSION,
             **self.rows.identity(),
@@ -216,7 +231,10 @@ class OrderPlan:
             yield from heapq.merge(*streams, key=lambda group: group.first)
 
     def _in_batches(self, sequence: _ChunkSequence, lane: int, place: int, first: int) -> Iterator[ChunkGroup]:
-        """Yield the chunk groups of this rank's stream number `place` in a lane, from batch `first` on."""
+        """Yield the chunk groups of a stream of this rank, from batch `first` on.
+
+        `place` is the number of the stream among this rank's streams of the lane `lane`.
+        """
         share = self.stream_share
         stream = (self.rank * self.step_streams + place) * self.lanes + lane
         start = max(0, -(-(first - lane) // self.lanes)) * share
@@ -224,7 +242,7 @@ class OrderPlan:
         for rows, indices, positions, low in sequence.groups(stream, start):
             high = low + len(rows)
             if low < start or high > end:
-                # Leave out rows of batches that were delivered before the state was saved, and of a dropped last batch.
+                # Leave out the rows of batches before `first`, and the rows of a smaller last batch that is dropped.
                 low, skipped, high = max(low, start), max(0, start - low), min(high, end)
                 keep = (positions >= skipped) & (positions < skipped + high - low)
                 rows, indices, positions = rows[keep], indices[keep], positions[keep] - skipped
@@ -239,9 +257,9 @@ class OrderPlan:
 
 
 class _ChunkSequence:
-    """The line of one epoch: its chunks in permuted order, concatenated. After its end, the line repeats.
+    """The line of one epoch (see the module's docstring). After the last chunk, the line begins again with the first.
 
-    Chunks are numbered along the line; when they are repeated, they get new numbers. Offsets on the line count rows.
+    Chunks are numbered along the line. A chunk that is repeated gets a new number. Offsets on the line count rows.
     """
 
     def __init__(self, plan: OrderPlan, epoch: int) -> None:
@@ -285,7 +303,8 @@ class _ChunkSequence:
             number = int(np.searchsorted(self._edges, inside, "right")) - 1
         else:
             # If all chunks were full, the offset would be in chunk ``inside // chunk_rows``. The two short chunks make
-            # later chunks start earlier, by less than two full chunks in all, so one of the next two may contain it.
+            # later chunks start earlier, by less than two full chunks in all. So the offset is in this chunk or in one
+            # of the next two.
             near = inside // self.rows.chunk_rows + np.arange(3)
             near = near[near < self.rows.chunk_count]
             number = int(near[np.searchsorted(self._starts(near), inside, "right") - 1])
@@ -294,7 +313,8 @@ class _ChunkSequence:
     def groups(self, stream: int, first: int) -> Iterator[tuple[Rows, Rows, Rows, int]]:
         """Yield each chunk group of a stream: (rows, indices, positions, the group's offset in the stream).
 
-        The first group contains offset `first` of the stream, and may start before it.
+        The first three are those of a `ChunkGroup`. The first group contains offset `first` of the stream, and may
+        start before this offset.
         """
         length = self.plan.stream_rows
         if first >= length:
@@ -320,7 +340,7 @@ class _ChunkSequence:
             window += 1
 
     def _rows_between(self, numbers: Rows, edges: Rows) -> tuple[Rows, Rows]:
-        """For each chunk ``numbers[i]``, return rows and indices at offsets ``edges[i]`` to ``edges[i + 1] - 1``."""
+        """Return rows and indices at offsets ``edges[i]`` to ``edges[i + 1] - 1``, all in chunk ``numbers[i]``."""
         starts = self._starts(numbers)
         chunks = numbers % self.rows.chunk_count
         if self._permutation is not None:
@@ -329,7 +349,11 @@ class _ChunkSequence:
         return self.rows.rows_in_chunks(chunks[some], (edges[:-1] - starts)[some], (edges[1:] - starts)[some])
 
     def _fully_shuffled(self, start: int, first: int, length: int) -> Iterator[tuple[Rows, Rows, Rows, int]]:
-        """Yield fully shuffled rows as `groups` does: the rows of one batch at a time, sorted into the file's order."""
+        """Yield the groups of a fully shuffled stream: each has the stream's rows of one batch, in the file's order.
+
+        The elements are those of `groups`. `start` is the offset of the stream on the line; `first` and `length` count
+        from there.
+        """
         permutation = Permutation(self.rows.count, self._key(_ROWS))
         for low in range(first, length, self.plan.stream_share):
             offsets = np.arange(low, min(low + self.plan.stream_share, length))
@@ -341,7 +365,7 @@ class _ChunkSequence:
 def merge_groups(groups: Iterable[ChunkGroup], max_rows: int, max_batches: int) -> Iterator[ChunkGroup]:
     """Merge consecutive chunk groups into larger ones; the rows keep their batches and slots.
 
-    A merged group has at most `max_rows` rows, and at most `max_batches` batches from its first to its last. A group
+    A merged group has at most `max_rows` rows, and at most `max_batches` batches from the first to the last. A group
     that is already larger is yielded unchanged.
     """
     waiting: list[ChunkGroup] = []
@@ -359,7 +383,7 @@ def merge_groups(groups: Iterable[ChunkGroup], max_rows: int, max_batches: int) 
         waiting.append(group)
         rows += len(group.rows)
         if rows >= max_rows:
-            # Do not compute the next group before it is needed.
+            # Yield here, so that the next group is not computed before it is needed.
             yield _merged(waiting)
             waiting, rows = [], 0
     if waiting:
