@@ -1,21 +1,26 @@
 """Reusable memory for batches: pooled in this process, or shared between a DataLoader's workers and the main process.
 
 Copying rows to new memory is slow, because the kernel zeroes each page at its first access (measured: 15,700 images/s
-instead of 70,000). So the memory of a batch returns to the `BufferPool` when the batch's last tensor is freed. The pool
-has a weak reference to the array that the tensors share. The callback of this reference may run in the garbage
-collector, in any thread, while any lock is held. So the callback takes no lock: changes of a deque are atomic. The most
-recently used memory is reused first, because it is most likely in the CPU's caches. Pinned memory is managed by torch's
-host allocator, which reuses it after pending copies to the device have finished.
+in new memory, 70,000 in reused memory). So the memory of a batch returns to the `BufferPool` when the batch's last
+tensor is freed. The pool has a weak reference to the array that the tensors share. The callback of this reference may
+run in the garbage collector, in any thread, while any lock is held. So the callback takes no lock, and changes only
+deques, whose operations are atomic. The most recently used memory is reused first, because it is most likely in the
+CPU's caches. Pinned memory is managed by torch's host allocator, which reuses it after pending copies to the device
+have finished.
 
 torch allocates new shared memory for every tensor that is sent between processes, and mapping it takes over four times
 as long as copying into it (measured: 14 ms and 3 ms for 30 MB). So each worker has a few reusable *segments* (anonymous
-memory files). The first byte of a segment's header page says whether the main process still uses the segment. The main
-process maps a segment for each batch, and clears that byte when the batch's last tensor is freed. A worker reuses a
-segment only if neither process uses it: the worker has no array in the segment, and the segment was not sent or its
-byte is clear. If the main process forks, the child shares the segments of the batches that exist already. When such a
-batch is freed, the main process sets the byte to `_FORKED` instead: the worker forgets the segment, and the system
-frees it when no process maps it any more. If a user's collate function changes the batch that `H5Dataset.collate`
-returned, the batch is sent as ordinary tensors, which torch copies.
+memory files). The first byte of a segment says whether the main process still uses the segment. The worker sets this
+byte to `_BUSY` when it sends a batch. The main process maps the segment, and sets the byte to `_FREE` when the batch's
+last tensor is freed. A worker reuses a segment only if the byte is `_FREE` and the worker itself has no array in the
+segment any more.
+
+If the main process forks, the child shares the segments of the batches that exist already. When such a batch is freed,
+the main process sets the byte to `_FORKED` instead. The worker then forgets the segment, and the system frees the
+segment when no process maps it any more.
+
+If a user's collate function changes the batch that `H5Dataset.collate` returned, the batch is sent as ordinary tensors,
+which torch copies.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ Shape = tuple[tuple[int, ...], npt.DTypeLike]
 
 
 def lay_out(shapes: Sequence[Shape]) -> tuple[list[int], int]:
-    """Place an array for each (shape, dtype) in a batch's memory; return each one's byte offset and the total bytes."""
+    """Lay out an array for each (shape, dtype) in memory; return the arrays' byte offsets and the total of bytes."""
     offsets, size = [], 0
     for shape, dtype in shapes:
         offsets.append(size)
@@ -59,7 +64,7 @@ def lay_out(shapes: Sequence[Shape]) -> tuple[list[int], int]:
 
 @dataclass(frozen=True)
 class BatchField:
-    """Name, row shape, dtype and byte offset (in the batch's memory) of one tensor of a batch."""
+    """Properties of one tensor of a batch; `offset` is its byte offset in the batch's memory."""
 
     name: str
     row_shape: tuple[int, ...]
@@ -70,10 +75,11 @@ class BatchField:
 
 @contextlib.contextmanager
 def unfilled_memory() -> Iterator[None]:
-    """Keep torch from filling new tensors with a value. Use this for tensors that are then overwritten completely.
+    """Context in which torch does not fill new tensors with a value, for tensors that are then overwritten completely.
 
     With ``torch.use_deterministic_algorithms``, torch otherwise fills every new tensor, which takes as long as copying
-    it. The setting is global. So if several threads are in this context, the last to leave it restores the setting.
+    it. The context changes the setting ``torch.utils.deterministic.fill_uninitialized_memory``, which is global. So if
+    several threads are in the context, the last thread to leave it restores the setting.
     """
     if not torch.are_deterministic_algorithms_enabled():
         yield
@@ -99,7 +105,7 @@ class _Filling:
         self.lock, self.users, self.before = threading.Lock(), 0, True
 
     def forget_threads(self) -> None:
-        """Start again in a forked child, where the parent's threads will neither release the lock nor leave."""
+        """Start again in a forked child, where the parent's threads neither release the lock nor leave the context."""
         if self.users:
             _deterministic.fill_uninitialized_memory = self.before
         self.__init__()  # type: ignore[misc]
@@ -112,8 +118,8 @@ os.register_at_fork(after_in_child=_filling.forget_threads)
 class BatchMemory:
     """The memory of a batch that is being filled: row indices `start` to ``start + rows - 1`` of a buffer.
 
-    `base` holds the buffer's bytes; `pinned` is the same buffer as a tensor if it is pinned, else None. `address` is
-    the address of the buffer's first byte; `arrays` has an array (rows, ...) for each field, by name.
+    `base` holds the buffer's bytes, uint8. If the buffer is pinned, `pinned` is the same buffer as a tensor, else None.
+    `address` is the address of the buffer's first byte. `arrays` has an array (rows, ...) for each field, by name.
     """
 
     def __init__(
@@ -151,8 +157,9 @@ class BufferPool:
     """Allocator of memory for batches of up to `batch_rows` rows. It reuses memory after a batch's tensors are freed.
 
     `fields` are the (name, row shape, dtype) of a batch's tensors. When a batch is freed, its buffer is kept for reuse
-    if the pool then has at most `keep` buffers, free or in use. torch's allocator keeps all pinned buffers. `blocks`,
-    if not None, is a further pool, whose buffers are each large enough for several batches.
+    if the pool then has at most `keep` buffers, counting free buffers and buffers in use. Pinned buffers are kept by
+    torch's allocator instead, in any number. `blocks`, if not None, is a further pool, whose buffers are each large
+    enough for several batches.
     """
 
     def __init__(
@@ -195,10 +202,11 @@ class BufferPool:
         return BatchMemory(base, None, self.fields, rows)
 
     def prepare(self, buffers: int | None = None) -> None:
-        """Allocate the buffers that the pool may keep, and write to each page, so that later batches are fast.
+        """Allocate as many buffers as the pool may keep, so that later batches do not wait for new memory.
 
-        torch's allocator keeps pinned buffers, so they are allocated only once. `buffers` is the number of pinned
-        buffers to allocate (None: `keep`); it has no effect on a pool of pageable memory.
+        Each page of pageable memory is written to, so that the kernel provides it now. `buffers` is the number of
+        pinned buffers to allocate (None: `keep`); it has no effect on a pool of pageable memory. Pinned buffers that an
+        earlier call allocated are not allocated again, because torch's allocator keeps them.
         """
         if self.pinned:
             wanted = self.keep if buffers is None else buffers
@@ -244,13 +252,13 @@ class SharedSegment:
             os.close(self.descriptor)
 
     def is_free(self) -> bool:
-        """Return whether neither this worker nor the main process uses the segment."""
+        """Return whether neither this worker nor the main process nor a child that it forked uses the segment."""
         here = self._used is not None and self._used() is not None
         return not here and self.state == _FREE
 
     @property
     def state(self) -> int:
-        """`_BUSY` if the main process uses the segment, `_FORKED` if only a child that it forked does, else `_FREE`."""
+        """`_BUSY` if the main process uses the segment, `_FORKED` if only its forked children may, else `_FREE`."""
         return self._memory[0]
 
     def send(self) -> None:
@@ -266,10 +274,10 @@ class SharedSegment:
 
 @functools.cache
 def _can_share() -> bool:
-    """Return whether the system has anonymous memory files, which the main process can open through /proc."""
+    """Return whether this system has anonymous memory files, and /proc, through which the main process opens them."""
     try:
         descriptor = os.memfd_create("h5pack-probe")
-    except (OSError, AttributeError):  # macOS has none, and an old kernel or a sandbox refuses the call.
+    except (OSError, AttributeError):  # macOS does not have this function; an old kernel or a sandbox refuses it.
         return False
     can_open = os.path.exists(f"/proc/self/fd/{descriptor}")
     os.close(descriptor)
@@ -288,7 +296,7 @@ class SharedMemory:
         return SharedMemory, ()
 
     def batch(self, shapes: Sequence[Shape], *, share: bool = True) -> list[torch.Tensor]:
-        """Return new tensors to fill. In a worker, `share` puts them in shared memory if the system supports it."""
+        """Return new tensors to fill. If `share` is true, they are in shared memory in a worker, if possible there."""
         if share and get_worker_info() is not None and _can_share():
             return self.shared_batch(shapes)
         with unfilled_memory():
@@ -308,7 +316,7 @@ class SharedMemory:
     def _free_segment(self, size: int) -> SharedSegment:
         free = [segment for segment in self._segments if segment.is_free()]
         fitting = [segment for segment in free if size <= segment.size <= 2 * size] or [SharedSegment(size)]
-        # Drop the other free segments: they have the wrong size, or are left from a time when more batches were in use.
+        # Drop all other free segments: they have the wrong size, or there are more than needed now.
         kept = fitting[: 1 + _SPARE]
         used = [segment for segment in self._segments if segment not in free and segment.state != _FORKED]
         self._segments = used + kept
@@ -326,8 +334,8 @@ class SharedBatch(list[torch.Tensor]):
     def reduced(self, tensors: list[torch.Tensor]) -> Any:
         """Mark the segment as sent; return the function and arguments that recreate the tensors in the main process.
 
-        Return None if a tensor was replaced or reshaped since this batch was made, or if the main process, or a
-        child that it forked, already uses the segment.
+        Return None if `tensors` are not the unchanged tensors of this batch, because one was replaced or reshaped.
+        Also return None if the segment was sent before, and the main process or a forked child may still use it.
         """
         if self._segment.state != _FREE or [_signature(tensor) for tensor in tensors] != self._signatures:
             return None
@@ -349,7 +357,7 @@ def _tensors(base: npt.NDArray[np.uint8], shapes: Sequence[Shape]) -> list[torch
 
 
 class _Forks:
-    """The number of calls of fork that this process has begun, plus the number of those that have returned."""
+    """The number of forks that this process has begun, plus the number of forks that have returned."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -359,7 +367,8 @@ class _Forks:
 
 
 _forks = _Forks()
-# Another thread may receive a batch after the call to `before`, but before the fork itself. So count after it, too.
+# Count before and after each fork, because another thread may receive a batch after the call of `before`, but before
+# the fork itself.
 os.register_at_fork(before=_forks.add, after_in_parent=_forks.add)
 
 
@@ -370,9 +379,9 @@ def _receive(process: int, descriptor: int, shapes: Sequence[Shape]) -> list[tor
         opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise LoaderError(
-            f"a worker's batch cannot be opened at {path} ({error.strerror}): the worker died, or this system "
-            "does not let a process open another's files; in the latter case give the DataLoader a collate_fn that "
-            "returns default_collate(list(samples))"
+            f"a worker's batch cannot be opened at {path} ({error.strerror}): the worker died, or this process has "
+            "too many open files (raise the limit of 'ulimit -n'), or this system does not let a process open the "
+            "files of another process (give the DataLoader a collate_fn that returns default_collate(list(samples)))"
         ) from error
     try:
         memory = mmap.mmap(opened, 0)
@@ -382,8 +391,8 @@ def _receive(process: int, descriptor: int, shapes: Sequence[Shape]) -> list[tor
     owner, forks = os.getpid(), _forks.count
 
     def release() -> None:
-        # The garbage collector may call this, so take no lock. In a forked child, do not mark the segment as free,
-        # because the parent still uses it.
+        # The garbage collector may call this, so take no lock. In a forked child, do not change the byte, because the
+        # parent may still use the segment.
         if os.getpid() == owner:
             memory[0] = _FREE if forks == _forks.count else _FORKED
 

@@ -1,7 +1,7 @@
 """Tasks that read the rows of a chunk group and write them to their batches.
 
-A chunk group is a set of chunks that are read together; a span is a run of consecutive slots (row indices) of one
-batch. Both are defined in `h5pack.order.window`.
+The terms are defined in `h5pack.order.window`. A chunk group is a set of chunks that are read together. A slot is the
+index of a row in its batch. A span is a run of consecutive slots of one batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ TASK_BYTES = 8 * 1024 * 1024
 the work among the threads."""
 
 _MIN_CROPS, _MAX_CROPS, _CROPPED_BYTES = 8, 64, 64 * 1024 * 1024
-"""Minimum and maximum number of images that one task crops, and the approximate bytes of their pixels before cropping.
+"""One task crops so many images that their pixels before cropping have about `_CROPPED_BYTES` together, but at least
+`_MIN_CROPS` and at most `_MAX_CROPS` images.
 
 64 crops of photos of 512 pixels take 40 ms. CPU time of one crop with two threads: 628 us in tasks of 32, 596 us in
 tasks of 64, 584 us in tasks of 128, because drawing the windows takes 0.2 to 0.5 ms per task. But larger tasks leave
@@ -40,11 +41,12 @@ threads idle for longer at the end of an epoch.
 """
 
 DECODING_BYTES = 256 * 1024
-"""Bytes of decoded chunks that one task copies. A larger chunk is a task of its own."""
+"""Maximum bytes of decoded chunks that one task copies, except that a larger chunk is a task of its own."""
 
 _LARGE_BYTES, _FEW_ROWS = 8_192, 8
-"""Decoded rows of at least this many bytes, or up to `_FEW_ROWS` rows of a chunk, are copied one by one. Other rows are
-copied together by NumPy's fancy indexing, which is a single call but copies the data twice."""
+"""Rows of a decoded chunk are copied one by one if each has at least `_LARGE_BYTES` bytes, or if at most `_FEW_ROWS`
+rows of the chunk are wanted. Other rows are copied together by NumPy's fancy indexing, which is a single call, but
+copies the data twice."""
 
 ROWS = "row numbers\0"
 """Name of the batch field that holds the row numbers in the file. No dataset has this name, because of its NUL."""
@@ -57,8 +59,9 @@ OnArrival = Callable[[list[Span]], None]
 class Block:
     """Rows to be copied from memory into one span of a batch, or into several whole batches with adjacent memory.
 
-    `rows` has the row numbers, int64 (n,). `found` has the locations of the rows for each field that is copied from the
-    page cache or from decoded chunks. `checked` is the monotonic time at which the rows were known to be in memory.
+    `rows` has the row numbers, int64 (n,), in the order of the slots. `found` has the locations of the rows, by name of
+    each field that is copied from the page cache or from decoded chunks. `checked` is the monotonic time of the check
+    that all rows are in memory.
     """
 
     spans: list[Span]
@@ -115,18 +118,21 @@ class OpenBatches:
 
 @dataclass(frozen=True)
 class PlannedGroup:
-    """A chunk group, and the read plan of each field whose rows are read from the file directly into the batches.
+    """A chunk group, and how its rows come into the batches.
 
-    If `runs` is given, all rows are in memory, and are copied in blocks (see `Block`) instead. `runs` then holds two
-    arrays, int64 (n,): the first row and the last row of each run of consecutive rows. `found` then has the locations
-    of the rows as in `Block`, in the order in which the rows are stored in the batches.
+    If `runs` is None, the rows are read from the file. `plans` then has the read plan of each field whose rows are read
+    directly into the batches, by field name.
+
+    If `runs` is not None, all rows are in memory, and are copied in blocks (see `Block`). `runs` then holds two arrays,
+    int64 (n,): the first row and the last row of each run of consecutive rows. `found` then has the locations of the
+    rows, as in `Block`, in the order of `ChunkGroup.in_slot_order`.
     """
 
     group: ChunkGroup
     plans: dict[str, ScatterPlan]
     found: dict[str, RowLocations]
     runs: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
-    checked: float = 0.0  # monotonic time at which the rows were known to be in memory
+    checked: float = 0.0  # monotonic time of the check that all rows are in memory
 
 
 class _Countdown:
@@ -173,9 +179,13 @@ class GroupReader:
         self._can_gather = len(held) + len(self._cached) == len(dataset.names)
 
     def _find(self, field: BatchField) -> CachedRows | DecodedRows | None:
-        """Return what can supply a field's rows from memory: decoded chunks that are kept, or a mapping of the file.
+        """Return an object that copies a field's rows from memory: from decoded chunks, or from a mapping of the file.
 
-        Return None if neither can, if the field is held, or if stored bytes cannot be copied to batches as they are.
+        Return None in each of these cases:
+
+        - The field is the row numbers, or one of the fields in `held`.
+        - The stored bytes cannot be copied unchanged, because batches have another dtype or byte order.
+        - Decoded chunks are not kept, and the file cannot be mapped.
         """
         if field.name == ROWS or field.name in self._held:
             return None
@@ -191,7 +201,7 @@ class GroupReader:
     def plan(self, group: ChunkGroup) -> PlannedGroup:
         """Plan the reads of a group's rows, and bring rows that are not in memory into the page cache.
 
-        If the rows can then be copied from a mapping (see `FileMapping.load`), wait until the disk has delivered them.
+        If `FileMapping.load` can load the rows, wait until it has done so: they can then be copied from a mapping.
         Otherwise only make the kernel start reading. The same is done for the group's `upcoming` rows.
         """
         for rows in group.upcoming:
@@ -204,12 +214,15 @@ class GroupReader:
         return planned or PlannedGroup(group, self._prefetch(group.rows), {})
 
     def plan_cached(self, group: ChunkGroup) -> PlannedGroup | None:
-        """Plan a group whose rows can all be copied from memory; return None for other groups. Few pages are read."""
+        """Plan a group whose rows can all be copied from memory; return None for any other group.
+
+        If a few pages are missing in the page cache, this waits until they are read from the disk.
+        """
         runs, checked = _runs_of(group.rows), time.monotonic()
         return PlannedGroup(group, {}, self._locate(group), runs, checked) if self._ready(*runs) else None
 
     def _prefetch(self, rows: npt.NDArray[np.int64]) -> dict[str, ScatterPlan]:
-        """Make the kernel start reading rows; return a plan for each field that can be read directly into batches."""
+        """Make the kernel start reading rows; return a read plan for each field that is read directly into batches."""
         plans = {}
         for name in self._dataset.names:
             index = self._engine.indexes[name]
@@ -223,10 +236,10 @@ class GroupReader:
         return plans
 
     def _locate(self, group: ChunkGroup) -> dict[str, RowLocations]:
-        """Return `PlannedGroup.found`: by field, the locations of a group's rows, in the order of the batches.
+        """Return the locations of a group's rows, by field name, as `PlannedGroup.found` describes.
 
         All rows of the group are located at once. With several files, locating the rows of each batch separately would
-        take a third as long as copying them.
+        take a third as long as copying the rows.
         """
         found = {}
         for name, rows in self._cached.items():
@@ -235,7 +248,7 @@ class GroupReader:
         return found
 
     def read(self, planned: PlannedGroup, on_arrival: OnArrival) -> list[Task]:
-        """Return tasks that read a group into its batches: large raw rows directly, others via a copy.
+        """Return tasks that read or decode the rows of a group and write them to their batches.
 
         `on_arrival` is called with the group's spans once all rows of the group are in their batches.
         """
@@ -245,7 +258,7 @@ class GroupReader:
             plan, max_rows = planned.plans.get(field.name), max(1, TASK_BYTES // max(1, field.row_bytes))
             if plan is not None:
                 plan.buffers[:, 0] = self._addresses(group, field)
-                # Tasks of about `TASK_BYTES` that do not cut a run of rows.
+                # Each task has up to `max_rows` rows. A task does not cut a run of rows; a longer run is one task.
                 work, stops = partial(self._engine.execute, plan), limited_stops(np.diff(plan.edges), max_rows)
                 cuts = [0, *stops]
             elif self._dataset.is_cropped(field.name):
@@ -260,7 +273,7 @@ class GroupReader:
                 count, last = max(1, DECODING_BYTES // (index.chunk_rows * field.row_bytes)), len(edges) - 1
                 work, cuts = partial(self._decode, field, group, edges), [*range(0, last, count), last]
             else:
-                # Tasks of up to `max_rows` ascending rows.
+                # Each task has up to `max_rows` rows in ascending order.
                 ascending = itertools.pairwise(run_edges(np.diff(group.rows) < 0).tolist())
                 starts = [start for low, high in ascending for start in range(low, high, max_rows)]
                 work, cuts = partial(self._copy, field, group), [*starts, rows]
@@ -269,16 +282,17 @@ class GroupReader:
         return tasks
 
     def blocks(self, planned: PlannedGroup, batch_rows: int, max_rows: int) -> list[Block]:
-        """Divide a cached group into blocks of up to `max_rows` rows: parts of a span, or whole batches.
+        """Divide a group whose rows are in memory into blocks of up to `max_rows` rows.
 
-        A whole batch has `batch_rows` rows. If `batch_rows` is 0, each block has rows of one batch only.
+        A block is a part of a span, or several whole batches. A whole batch is a span of `batch_rows` rows. If
+        `batch_rows` is 0, each block has rows of one batch only.
         """
         assert planned.runs is not None
         for name in self._cached:
             self._engine.count_copied(name, *planned.runs)
         max_batches = max_rows // batch_rows if batch_rows else 0
         parts: list[list[Span]] = []
-        whole: list[Span] = []  # the newest of `parts`, if another whole batch may join it
+        whole: list[Span] = []  # the last of `parts`, if another whole batch may be added to it
         for batch, slot, count in planned.group.spans:
             if count == batch_rows and max_batches > 1:
                 if len(whole) in (0, max_batches):
@@ -299,9 +313,9 @@ class GroupReader:
         return blocks
 
     def fill(self, block: Block) -> None:
-        """Copy a block's rows to its batches, if possible from memory."""
-        # The kernel may have dropped pages since the group was planned. Copying from the mapping would wait for these
-        # pages one by one, so read the rows with the engine instead.
+        """Copy a block's rows to its batches: from memory if they are still there, else from the file."""
+        # The kernel may have dropped pages since the group was planned. Copying from the mapping would wait for each of
+        # these pages, so read the rows with the engine instead.
         in_memory = time.monotonic() - block.checked < CHECK_SECONDS or self._ready(block.rows, block.rows)
         for name, part in self.batches.arrays_of(block).items():
             if name == ROWS:
@@ -336,7 +350,7 @@ class GroupReader:
     def _stage(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
         """Copy all rows of a group to their batches, for a field with small rows.
 
-        `low` and `high`, which all tasks receive, are ignored.
+        `low` and `high` are ignored. They are parameters because all tasks are called with them.
         """
         if field.name == ROWS:
             values: npt.NDArray[Any] = group.rows
@@ -349,10 +363,9 @@ class GroupReader:
             self.batches.memory(batch).arrays[field.name][slot : slot + count] = part
 
     def _decode(self, field: BatchField, group: ChunkGroup, edges: list[int], low: int, high: int) -> None:
-        """Copy the rows of decoded chunks to their batches, in the stored byte order.
+        """Decode chunks `low` to `high` - 1 of the group, and copy their rows to the batches, in the stored byte order.
 
-        Chunk i of the group has the rows ``group.rows[edges[i] : edges[i + 1]]``. The chunks `low` to `high` - 1 are
-        copied.
+        Chunk i of the group has the rows ``group.rows[edges[i] : edges[i + 1]]``.
         """
         arrays = self._arrays(field, group)
         for first, last in itertools.pairwise(edges[low : high + 1]):
@@ -369,24 +382,27 @@ class GroupReader:
                 arrays[owners[start]].view(chunk.dtype)[slots[start:stop]] = chunk[rows[start:stop]]
 
     def _arrays(self, field: BatchField, group: ChunkGroup) -> list[npt.NDArray[Any]]:
-        """Return the field's array in the batch of each of the group's spans."""
+        """Return, for each span of the group, the field's array in the batch of this span."""
         return [self.batches.memory(batch).arrays[field.name] for batch, _, _ in group.spans]
 
     def _copy(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Read large rows for which neither scattering nor decoded chunks serve, and copy them to their batches."""
+        """Read rows `low` to `high` - 1 of the group into new memory, and copy them to their batches.
+
+        This is for large rows that can be neither read directly into the batches nor copied from decoded chunks.
+        """
         values = self._engine.read(field.name, group.rows[low:high])
         for value, out in zip(values, self._outs(field, group, low, high), strict=True):
             out[...] = value
 
     def _crop(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> None:
-        """Decode crops of encoded images or masks into their batches."""
+        """Decode crops of the encoded images or masks in rows `low` to `high` - 1 of the group into their batches."""
         outs = self._outs(field, group, low, high)
         owners, slots = (part[low:high] for part in group.slots)
         batches = np.array([batch for batch, _, _ in group.spans])[owners]
         self._dataset.decode_rows(field.name, group.rows[low:high], outs, self._draw_key(batches, slots))
 
     def _outs(self, field: BatchField, group: ChunkGroup, low: int, high: int) -> list[npt.NDArray[Any]]:
-        """Return the array that receives each of the group's rows `low` to `high` - 1, in the memory of its batch."""
+        """Return an array for each of the group's rows `low` to `high` - 1: the memory of this row in its batch."""
         arrays, (owners, slots) = self._arrays(field, group), (part[low:high].tolist() for part in group.slots)
         return [arrays[owner][slot] for owner, slot in zip(owners, slots, strict=True)]
 

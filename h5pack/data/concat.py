@@ -32,13 +32,14 @@ class ConcatPack(BatchSource):
     offsets : ndarray
         int64, (n + 1,): the index of each dataset's first sample, followed by the total number of samples.
     is_random : bool
-        Whether crops of images are random.
+        Whether at least one dataset has random crops.
 
     Raises
     ------
     OptionsError
-        If `datasets` is empty or contains other objects, or if two datasets have different fields, or different names
-        for the same class number or label column. One may have more classes than another, as after `h5pack.append`.
+        If `datasets` is empty, or contains an object that is not an `H5Dataset`. If two datasets have different fields.
+        If two datasets have different names for the same class number or label column. A dataset may have more classes
+        than another, as after `h5pack.append`.
     """
 
     def __init__(self, datasets: Sequence[H5Dataset]) -> None:
@@ -60,7 +61,7 @@ class ConcatPack(BatchSource):
 
     @property
     def _plain(self) -> bool:
-        # Not computed once, because users may set the transforms of the datasets later.
+        # Computed on each access, because users may set the transforms of the datasets later.
         return all(one.is_plain for one in self.datasets)
 
     def __len__(self) -> int:
@@ -75,21 +76,23 @@ class ConcatPack(BatchSource):
             dataset.close()
 
     def joined(self) -> H5Dataset:
-        """Return one `H5Dataset` with all samples in the same order, for `H5Loader`.
+        """Return one `H5Dataset` with all samples in the same order, to give to `H5Loader`.
 
-        Only the loader checks that all datasets have the same `decode`; read samples from this dataset.
+        Do not read samples from the returned dataset, because it uses the `decode` of the first dataset for all. Only
+        `H5Loader` checks that all datasets have the same `decode`.
 
         Raises
         ------
         OptionsError
-            If a dataset has transforms, because the datasets may have different ones, or a `__getitem__` of its own.
+            If a dataset has a `transform` or `target_transform`, or is of a subclass with its own ``__getitem__``.
         PackFormatError
             If the files differ in their classes or other metadata.
         """
         first, *others = self.datasets
         if not self._plain:
             raise OptionsError(
-                "the datasets change samples by transforms or a subclass's __getitem__; transform batches instead",
+                "a dataset changes its samples by a transform or a subclass's __getitem__; give the transforms to "
+                "H5Loader instead, which transforms batches",
                 parameters=("transform", "target_transform"),
             )
         return first.joined_with(others)
@@ -122,7 +125,7 @@ class ConcatPack(BatchSource):
     def read_batch(self, indices: Rows, key: DrawKey = NO_KEY) -> list[torch.Tensor]:
         batch: list[torch.Tensor] = []
         for dataset, positions, inner in self._by_dataset(indices):
-            # Only the whole batch needs shared memory. These rows are a part of it, and are copied into it below.
+            # These tensors need no shared memory, because they are copied into `batch` below.
             parts = dataset.read_batch(dataset.file_rows(inner), key.at(positions), share=False)
             if not batch:
                 shapes = [((len(indices), *part.shape[1:]), part.numpy().dtype.str) for part in parts]
@@ -142,8 +145,8 @@ class ConcatPack(BatchSource):
         return lists
 
     def split_batch(self, batch: Sequence[Any], indices: Rows, lists: Sequence[list[Any]]) -> list[Any]:
-        # Any of the datasets can split the batch, because all have the same dtypes. With `with_rows`, the row
-        # numbers are in the last tensor.
+        # Any of the datasets can split the batch, because all have the same fields and dtypes, and no transforms. With
+        # `with_rows`, the row numbers are in the last tensor.
         rows = batch[-1].numpy()[: len(indices)] if self.datasets[0].with_rows else indices
         return self.datasets[0].split_batch(batch, rows, lists)
 
@@ -156,7 +159,7 @@ class ConcatPack(BatchSource):
         return np.searchsorted(self.offsets, indices, "right") - 1
 
     def _by_dataset(self, indices: Rows) -> Iterator[tuple[H5Dataset, Rows, Rows]]:
-        """Split `indices` by dataset: yield (dataset, positions in `indices`, indices in the dataset) of each."""
+        """Split `indices` by dataset. Yield (dataset, positions of its samples in `indices`, their indices in it)."""
         owners = self._owners(indices)
         for owner in np.unique(owners).tolist():
             positions = np.flatnonzero(owners == owner)
@@ -191,11 +194,14 @@ def _check_same_classes(datasets: Sequence[H5Dataset]) -> None:
     _require_same_names({one: one.classes or () for one in labeled}, "class", advice, *parameters)
     for name in dict.fromkeys(name for one in datasets for name in one.field_classes):
         named = {one: one.field_classes.get(name, ()) for one in datasets}
-        _require_same_names(named, f"{name!r} class", "leave it out of fields", "fields")
+        _require_same_names(named, f"{name!r} class", "leave this field out of fields=", "fields")
 
 
 def _require_same_names(named: dict[H5Dataset, tuple[str, ...]], what: str, advice: str, *parameters: str) -> None:
-    """Raise an OptionsError if two tuples in `named` differ in a name; `what` says what is named, such as "class"."""
+    """Raise an OptionsError if two tuples in `named` have different names at the same index.
+
+    `what` says what has these names, such as "class". A tuple may be longer than another.
+    """
     if not named:
         return
     longest = max(named, key=lambda one: len(named[one]))
@@ -207,11 +213,12 @@ def _require_same_names(named: dict[H5Dataset, tuple[str, ...]], what: str, advi
 
 
 def _field_texts(dataset: H5Dataset) -> tuple[str, str, str, str]:
-    """Return descriptions of a dataset's batches: images, labels, fields (with their names) and row numbers."""
+    """Return texts to compare two datasets by, which describe a batch's images, labels, fields and row numbers."""
     texts = {name: f"{row_shape} {dtype}" for name, row_shape, dtype in batch_fields(dataset)}
     lists = iter([f"{one.kind} {one.data.row_shape} {one.data.native_dtype}" for one in dataset.ragged.values()])
     if dataset.transform is not None and _is_encoded(dataset):
-        # `row_shape` is only the shape of row 0. Images of other sizes are fine, because a transform can resize them.
+        # Do not compare `row_shape`, which is the shape of row 0 only. Images may differ in size, because a transform
+        # can resize them.
         texts[dataset.names[0]] = "encoded images"
     images, labels = texts.pop(dataset.names[0]), texts.pop(dataset.label_name or "", "")
     names, arrays = (name for name in dataset.field_names if name not in (IMAGES, LABELS, ROWS)), iter(texts.values())
