@@ -1,7 +1,8 @@
 """Random flips, crops, colors and erased boxes (random erasing), drawn separately for each sample of a batch.
 
-The random numbers are those of `h5pack.data.draws`, so a sample gets the same augmentation on every device, for every
-batch size and number of ranks, and after a resume.
+The random numbers are those of `h5pack.data.draws`, which depend only on the seed and on each sample's `BatchKey`. So
+samples with equal keys get the same augmentation on every device, for every batch size and number of ranks, and after a
+resume.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from h5pack.images.crops import (
 from h5pack.system.parameters import real_number, unfit, whole_number
 
 FLIP, TOP, LEFT, ERASE, BOX, VERTICAL_FLIP = 0, 1, 2, 3, 4, 44
-"""Positions in a sample's random words (`random_words`, stream 0). From BOX on, each attempt at a box takes four."""
+"""Indices of a sample's random words (`random_words`, stream 0). BOX is the first of 40 words: `TRIES` (10) attempts to
+draw a box that fits use four words each."""
 COLOR_STREAM = 2
 _GRAY = (19595, 38470, 7471)
 """Weights of red, green and blue in gray, in units of 2^-16, as in Pillow and ITU-R BT.601."""
@@ -54,7 +56,8 @@ class ColorJitter:
 
     All changes of a sample are combined into one matrix, so each pixel is rounded and clamped to 0..255 only once. The
     factors b, c and s (brightness, contrast and saturation) are drawn uniformly from 1 - x to 1 + x, where x is the
-    parameter, and the angle h from -hue to hue. A pixel p = (red, green, blue) becomes::
+    parameter of the same name. The angle h is drawn uniformly from -hue to hue, where 1 is a full turn. A pixel
+    p = (red, green, blue) becomes::
 
         gray   = 0.299 red + 0.587 green + 0.114 blue
         p      = gray + s * ((p - gray) rotated by h in the plane of I and Q of the YIQ color space)
@@ -74,7 +77,7 @@ class ColorJitter:
     Raises
     ------
     OptionsError
-        If a value is out of range.
+        If a value is not a number, or is out of range.
 
     Notes
     -----
@@ -96,7 +99,7 @@ class ColorJitter:
 def _checked_share(name: str, value: Any, largest: float) -> float:
     """Return the value of an option as a float; raise OptionsError if it is not a number from 0 to `largest`."""
     number = real_number(value)
-    if not 0 <= number <= largest:  # NaN for anything but a number
+    if not 0 <= number <= largest:  # True for NaN, too: `real_number` returns NaN if `value` is not a number.
         raise unfit(name, value, f"give a number from 0 to {largest}")
     return number
 
@@ -107,12 +110,12 @@ class Changes(NamedTuple):
     moves: bool  # Images are flipped or cropped.
     pads: bool  # The crop window may exceed the image.
     erases: bool
-    resize: ResizedCrop | None = None  # The crop, if its windows are resized.
+    resize: ResizedCrop | None = None  # The crop if it resizes its windows, else None.
 
 
 @dataclass(frozen=True)
 class Augmentation:
-    """The random changes to make to images, as described in `Normalize`. Raises OptionsError for invalid values."""
+    """The augmentation options of `Normalize`, under the same names. Raises OptionsError for invalid values."""
 
     flip: float = 0.0  # Probability of a horizontal flip.
     # An int: pixels of padding, added on each side before a window of the image's size is cut out.
@@ -127,7 +130,7 @@ class Augmentation:
     def __post_init__(self) -> None:
         for name in ("flip", "vertical_flip", "erase"):
             object.__setattr__(self, name, _checked_share(name, getattr(self, name), 1))
-        # Tuples of floats are hashable: these values are part of the key under which a table is cached.
+        # Make the ranges tuples of floats, which are hashable, because keys of cached tables contain the ranges.
         for name, low, high in (("erase_scale", 0.0, 1.0), ("erase_ratio", 1 / 1024, 1024.0)):
             object.__setattr__(self, name, checked_range(name, getattr(self, name), low, high))
         if not isinstance(self.crop, (RandomCrop, CenterCrop, RandomResizedCrop)):
@@ -142,7 +145,7 @@ class Augmentation:
 
     @property
     def is_random(self) -> bool:
-        """True if any random change is enabled."""
+        """True if a random change is enabled: a random crop, a flip, a color jitter or erasing."""
         crops = self.crop != 0 and not isinstance(self.crop, CenterCrop)
         return crops or max(self.flip, self.vertical_flip, self.erase) > 0 or self.color is not None
 
@@ -165,10 +168,11 @@ class Augmentation:
     def windows(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return (smallest first row, number of possible first rows) of the crop window, and the same for its columns.
 
+        For a `RandomResizedCrop`, whose windows `crop_windows` draws, the results are (0, 1) and have no meaning.
         Raises OptionsError if the window of a `RandomCrop` does not fit in an image of this size after padding.
         """
         if isinstance(self.crop, RandomResizedCrop) or self.resize is not None:
-            # `crop_windows` draws RandomResizedCrop's windows. If a CenterCrop resizes, its window is the whole image.
+            # If a CenterCrop resizes, its window is the whole image.
             return (0, 1), (0, 1)
         if isinstance(self.crop, CenterCrop):
             top, left = self.crop.window(height, width)
@@ -185,11 +189,14 @@ class Augmentation:
         return (-padding, rows), (-padding, columns)
 
     def window_size(self, height: int, width: int) -> tuple[int, int]:
-        """Return the crop window's height and width, in pixels of the image. RandomResizedCrop has no fixed window."""
+        """Return the crop window's height and width, in pixels of the image.
+
+        The windows of a `RandomResizedCrop` have no fixed size. For it, return the image's size.
+        """
         return self.output_size(height, width) if self.resize is None else (height, width)
 
     def changes(self, height: int, width: int) -> Changes:
-        """Return which kinds of changes are made to images of this size."""
+        """Return which kinds of changes may be made to images of this size, in pixels."""
         moves = self.crop != 0 or max(self.flip, self.vertical_flip) > 0
         axes = zip(self.windows(height, width), self.output_size(height, width), (height, width), strict=True)
         pads = any(first < 0 or first + count - 1 + window > size for (first, count), window, size in axes)
@@ -221,18 +228,18 @@ class AugmentationDraws:
 
     geometry: torch.Tensor  #: (10, N). The attributes `flip` to `crop_width` are its rows, (N,) each.
     #: (12, N): the 3 x 4 color matrix of each sample, row by row, in units of 2^-16. The last column of the matrix
-    #: holds the offsets that are added to red, green and blue.
+    #: holds the offsets that are added to red, green and blue. None: the colors do not change.
     color: torch.Tensor | None = None
 
     flip = _Row("flip")  #: 1 for an image to flip horizontally, else 0. Flips are applied after the crop.
     vertical_flip = _Row("vertical_flip")  #: 1 for an image to flip vertically, else 0.
-    top = _Row("top")  #: First row of the crop window, in pixels of the image; negative if it is in the padding.
+    top = _Row("top")  #: First row of the crop window, in pixels of the image; negative in the padding above the image.
     left = _Row("left")  #: First column of the crop window.
     box_top = _Row("box_top")  #: First row of the box to erase, in pixels of the result; 0 if nothing is erased.
     box_left = _Row("box_left")  #: First column of the box.
     box_height = _Row("box_height")  #: Height of the box; 0 if nothing is erased.
     box_width = _Row("box_width")  #: Width of the box.
-    #: Height of the crop window, in pixels of the image; equal to the result's height unless the window is resized. The
+    #: Height of the crop window, in pixels of the image. If the window is not resized, this is the result's height. The
     #: window of ``CenterCrop(resize=...)`` is the whole image; the middle is cut out after resizing.
     crop_height = _Row("crop_height")
     crop_width = _Row("crop_width")  #: Width of the crop window.
@@ -244,12 +251,14 @@ class AugmentationDraws:
             fitting = (rows, count), torch.int32, pixels.device
             if part is not None and (part.shape, part.dtype, part.device) != fitting:
                 raise OptionsError(
-                    f"the draws do not fit {count} images on {pixels.device}; give what Normalize.draw returned",
+                    f"the draws do not fit {count} images on {pixels.device}; give what Normalize.draw returned for "
+                    "these images",
                     parameters=("draws",),
                 )
         if self.color is not None and channels != 3:
             raise OptionsError(
-                f"the draws change colors, which needs images with 3 channels; these have {channels}",
+                f"the draws change colors, which needs images with 3 channels, but these images have {channels}; give "
+                "the draws of a Normalize without color",
                 parameters=("draws",),
             )
 
@@ -297,7 +306,10 @@ def draw_augmentation(
 
 
 def _boxes(words: torch.Tensor, augmentation: Augmentation, height: int, width: int) -> list[torch.Tensor]:
-    """Return top, left, height and width of each sample's box, each int64, (N,). All are 0 if nothing is erased."""
+    """Return top, left, height and width of each sample's box, each int64, (N,).
+
+    All four are 0 for a sample in which nothing is erased.
+    """
     tries = words[:, BOX : BOX + 4 * TRIES]
     # With ``smallest=0``, a box is less high and less wide than the result, as in torchvision.
     fits, box_height, box_width, word_top, word_left = first_that_fits(
@@ -331,7 +343,7 @@ def color_table(device: torch.device) -> torch.Tensor:
 def color_ranges(augmentation: Augmentation) -> tuple[tuple[int, int], ...]:
     """Return (lowest value, number of values) of brightness, contrast, saturation and hue, as integers.
 
-    Hue is in units of 1/4096 turn, the others are in units of 2^-16.
+    The values of hue are in units of 1/4096 turn, and those of the other three in units of 2^-16.
     """
     jitter = augmentation.color
     assert jitter is not None

@@ -22,10 +22,10 @@ _REPEATS = "repeats"
 def mark_echoed(batch: Any, repeats: int) -> Any:
     """Return a batch that shares the memory of `batch` and has the attribute `repeats`. `batch` does not change.
 
-    `repeats` is how often the batch was delivered before. A tuple, named tuple, list or dict becomes an instance of a
-    subclass of its type. A tensor is detached. A mapping of any other type is copied shallowly; if it cannot be copied,
-    or cannot have attributes, it becomes a dict. Any other object is returned without the attribute, and so is one of
-    a type that cannot have subclasses.
+    `repeats` is the number of earlier deliveries of the batch. A tuple, named tuple, list or dict becomes an instance
+    of a subclass of its type. A tensor is detached. A mapping of any other type is copied shallowly; if it cannot be
+    copied, or cannot have attributes, it becomes a dict. Any other object is returned unchanged, without the attribute.
+    So is a tuple, list or dict whose type cannot have subclasses, such as torch.Size.
     """
     if isinstance(batch, (list, tuple, dict)):
         kind = type(batch)
@@ -43,7 +43,10 @@ def mark_echoed(batch: Any, repeats: int) -> Any:
 
 
 def unmark_echoed(batch: Any) -> Any:
-    """Return the batch with the type that it had before `mark_echoed`. An unmarked batch is returned unchanged."""
+    """Return the batch with the type that it had before `mark_echoed`. An unmarked batch is returned unchanged.
+
+    A mapping that `mark_echoed` had to convert to a dict remains a dict.
+    """
     if hasattr(type(batch), "_unmarked_type"):
         return _copy_into(type(batch)._unmarked_type, batch, None)
     if not is_echoed(batch):
@@ -67,7 +70,7 @@ def repeats_of(batch: Any) -> int:
 
 @functools.cache
 def _marked_type(kind: type) -> type:
-    """Return a subclass of a container type whose instances can have attributes."""
+    """Return a subclass of the container type `kind`. Instances of the subclass can have attributes."""
 
     def reduce(batch: Any, _protocol: Any) -> tuple[Any, ...]:
         # pickle cannot import a class that was created at run time, so make it call `mark_echoed` instead.
@@ -78,7 +81,10 @@ def _marked_type(kind: type) -> type:
 
 
 def _copy_into(kind: type, batch: Any, repeats: int | None) -> Any:
-    """Return a container of type `kind` with the elements and attributes of `batch`, and `repeats` if not None."""
+    """Return a container of type `kind` with the elements and attributes of `batch`.
+
+    If `repeats` is None, the attribute `repeats` is left out, else it is set to this number.
+    """
     # Do not call `kind`: a named tuple takes one argument per element, and a subclass may take any arguments.
     if isinstance(batch, tuple):
         filled: Any = tuple.__new__(kind, batch)
@@ -94,7 +100,7 @@ def _copy_into(kind: type, batch: Any, repeats: int | None) -> Any:
     attributes = {name: value for name, value in getattr(batch, "__dict__", {}).items() if name != _REPEATS}
     if repeats is not None:
         attributes[_REPEATS] = repeats
-    # Attributes that were set after `mark_echoed` are lost if the type cannot have any.
+    # If instances of `kind` cannot have attributes, those that the user set after `mark_echoed` are lost.
     if hasattr(filled, "__dict__"):
         filled.__dict__.update(attributes)
     return filled
@@ -116,7 +122,7 @@ def map_tensors(batch: Any, function: Callable[[torch.Tensor], torch.Tensor]) ->
     if isinstance(batch, torch.Tensor):
         return function(batch)
     if isinstance(batch, PackedSequence):
-        # torch requires its batch sizes to be on the CPU.
+        # torch requires the batch sizes of a PackedSequence to be on the CPU.
         data, sizes, *indices = batch
         return type(batch)(function(data), sizes, *map_tensors(indices, function))
     if isinstance(batch, (list, tuple)):
@@ -143,7 +149,7 @@ def batch_size_and_bytes(batch: Any) -> tuple[int | None, int]:
 
 
 def images_of(batch: Any, image_key: Hashable | None = None) -> torch.Tensor:
-    """Return the images of a batch; raise OptionsError if `image_key` (see `DeviceFeed`) does not give a tensor."""
+    """Return the images of a batch; raise OptionsError if no tensor is found under `image_key` (see `DeviceFeed`)."""
     images = batch if isinstance(batch, torch.Tensor) else None
     with contextlib.suppress(LookupError, TypeError, ValueError):
         images = batch[_resolve_key(batch, image_key)] if images is None else images
@@ -158,14 +164,20 @@ def images_of(batch: Any, image_key: Hashable | None = None) -> torch.Tensor:
 
 
 def with_images(batch: Any, image_key: Hashable | None, images: Any) -> Any:
-    """Return a copy of a batch with new `images`; the other elements are shared. Call `unmark_echoed` first."""
+    """Return a copy of a batch with new `images`; the other elements are shared.
+
+    Call `unmark_echoed` first, because the copy of a marked batch may lose its mark.
+    """
     if isinstance(batch, torch.Tensor):
         return images
     return with_elements(batch, {_resolve_key(batch, image_key): images})
 
 
 def with_elements(batch: Any, elements: Mapping[Any, Any]) -> Any:
-    """Return a copy of a batch with new `elements`, by key or index; others are shared. Call `unmark_echoed` first."""
+    """Return a copy of a batch with new `elements`, given by key or index; the other elements are shared.
+
+    Call `unmark_echoed` first, because the copy of a marked batch may lose its mark.
+    """
     if isinstance(batch, Mapping):
         return _with_values(batch, dict(elements))
     changed = list(batch)
@@ -188,10 +200,10 @@ def named_elements(batch: Any) -> dict[Hashable, tuple[Any, Any]]:
 
 
 def rows_of(batch: Any) -> torch.Tensor | None:
-    """Return the row numbers of a batch, int64, (N,), or None if it has none.
+    """Return the row numbers of a batch, int64, (N,), or None if the batch has none.
 
-    Row numbers are the value of "rows" in a mapping or named tuple. In a plain list or tuple with at least two elements
-    they are the last element.
+    In a mapping or named tuple, row numbers are the element "rows". In any other list or tuple with at least two
+    elements, they are the last element. If this element is not an int64 tensor (N,), the batch has no row numbers.
     """
     rows: Any = None
     if isinstance(batch, Mapping) or hasattr(batch, "_fields"):
@@ -233,14 +245,15 @@ def _with_elements(batch: Any, elements: Sequence[Any]) -> Any:
 def _with_values(batch: Any, values: dict[Any, Any]) -> Any:
     if hasattr(batch, "__setitem__") and hasattr(batch, "copy"):
         changed = copy.copy(batch)
-        # The items of a dict may also be its attributes, by ``self.__dict__ = self`` in its constructor.
+        # If the constructor of a dict sets ``self.__dict__ = self``, its items are also attributes: change both.
         attributes = getattr(changed, "__dict__", {})
         for key, value in values.items():
             if key in attributes and attributes[key] is batch[key]:
                 attributes[key] = value
             changed[key] = value
         return changed
-    # Build a new mapping of any other type: `copy.copy` may fail, or share the memory that holds the original's values.
+    # For a mapping of any other type, build a new one. `copy.copy` may fail, or return a mapping that shares the memory
+    # in which the original stores its values.
     merged = {**batch, **values}
     with contextlib.suppress(TypeError):
         return type(batch)(merged)

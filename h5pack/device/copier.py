@@ -46,7 +46,7 @@ class CudaOperations:
         return torch.cuda.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make a stream, and its device, current in the context."""
+        """Return a context manager in which a stream and its device are the current ones."""
         return torch.cuda.stream(stream)
 
     def event(self, stream: Any) -> Any:
@@ -60,7 +60,7 @@ class CudaOperations:
         if tensor.device.type != "cpu":
             return tensor
         if not _is_dense(tensor):
-            # Copying such a tensor to the device would first make a dense copy in pageable memory.
+            # Copying a tensor with gaps or overlaps to the device would first make a dense copy in pageable memory.
             tensor = tensor.contiguous()
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
@@ -105,9 +105,9 @@ class DeviceCopier:
 
     The prefetch thread calls `enter` and `copy`; the consumer's thread calls the other methods.
 
-    With `keep_images`, the repeats of an `EchoLoader` share one copy of their images. The first transform must
-    not change this copy in place. So `keep_images` only has an effect if the first transform is a `Normalize`, or
-    `Views` whose transforms are all `Normalize`.
+    With `keep_images`, the repeats of a batch of an `EchoLoader` share one copy of their images on the device. The
+    first transform must not change this copy in place. So `keep_images` only has an effect if the first transform is a
+    `Normalize`, or `Views` whose transforms are all `Normalize`.
     """
 
     def __init__(self, operations: CudaOperations, transform: ImageTransform | None, keep_images: bool = False) -> None:
@@ -115,7 +115,8 @@ class DeviceCopier:
         self.enter = operations.enter
         self._keeps_images = keep_images and transform is not None and transform.replaces_images
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
-        # Wait for the consumer's stream, because the transform may use tensors that are not finished there.
+        # Make the transform stream wait for the consumer's stream, which may still be computing tensors that the
+        # transform uses.
         operations.transform_stream.wait_stream(operations.current_stream())
         self.join_streams()
 
@@ -123,15 +124,16 @@ class DeviceCopier:
         """Queue the copies of a batch's tensors. Tensors in pageable memory are first copied to pinned memory."""
         operations, stream = self._operations, self._operations.copy_stream
         if any(self._is_here(tensor) for tensor in tensors_of(fetched.batch)):
-            # Wait for tensors that the loader made on the device, because the device may not have finished them.
+            # Make the copy stream wait for tensors that the loader made on the device, because the device may not have
+            # finished them.
             stream.wait_event(operations.event(operations.current_stream()))
         images = images_of(fetched.batch, self._transform.image_key) if self._keeps_images and self._transform else None
         if not repeats_of(fetched.batch):
-            # The loader may have written new images into the tensor of its last batch.
+            # Drop the copy of earlier images: the loader may have written this batch's images into the same tensor.
             self._kept = None
         with operations.on(stream), profiler_range("copy"):
-            # A mapping may make new values on each access. This list keeps them, so that no tensor that is made
-            # later gets the `id` of one of them.
+            # `joined` contains the copies by the `id` of the original tensor. A mapping may make new tensors on each
+            # access. Keep these in a list: if one of them were freed, a later tensor could get the same `id`.
             elements = [element for _, element in named_elements(fetched.batch).values()]
             joined = self._joined_copies(elements)
             fetched.batch = map_tensors(
@@ -187,9 +189,10 @@ class DeviceCopier:
         return self._kept[1]
 
     def _joined_copies(self, elements: list[Any]) -> dict[int, torch.Tensor]:
-        """Queue one copy for each list of tensors that can be joined; return the copies by the originals' `id`.
+        """Queue one copy operation for each list of tensors that can be joined.
 
-        Copying one small tensor takes as long as copying all of a list.
+        Return the copy of each tensor by the `id` of the original tensor. To copy a single small tensor takes as long
+        as to copy all tensors of a list at once.
         """
         copies: dict[int, torch.Tensor] = {}
         for element in elements:
@@ -214,8 +217,8 @@ def apply_transform(transform: ImageTransform, fetched: FetchedBatch, device: to
 
     The transform runs outside of inference mode, because the consumer may be in this mode during prefetching, but no
     longer when it uses the batch. If the transform may draw from torch's generators (``transform.draws``), they are
-    seeded during the call, from torch's seed, the epoch, the batch's number and the rank: the training step may have
-    drawn from them, too.
+    seeded during the call, from torch's seed, the epoch, the batch's number and the rank. Without this, the result
+    would depend on how many numbers the training step has drawn before.
     """
     seeded = _seeded(device, fetched.epoch, fetched.number) if transform.draws else contextlib.nullcontext()
     with outside_inference_mode(), seeded:
@@ -223,12 +226,14 @@ def apply_transform(transform: ImageTransform, fetched: FetchedBatch, device: to
             return transform(fetched.batch, fetched.epoch, fetched.number)
         except StopIteration as error:
             # Raising the StopIteration itself would look like the regular end of the epoch.
-            raise LoaderError("a transform raised StopIteration; raise another error, or return a batch") from error
+            raise LoaderError(
+                "a transform raised StopIteration; make it raise another error, or return its result"
+            ) from error
 
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Leave inference mode in the context, if it is on, but do not record gradients."""
+    """If inference mode is on, turn it off in the context, but do not record gradients there."""
     if not torch.is_inference_mode_enabled():
         yield
         return

@@ -40,7 +40,7 @@ class EchoState:
     """The progress of an iteration over repeated batches. It holds neither batches nor threads."""
 
     epoch: int = 0
-    batch: int = 0  # The index of the current batch in the epoch.
+    batch: int = 0  # The index of the current batch in the epoch. Repeats have the same index.
     showing: int = 0  # How many times the current batch has been delivered.
     shown: int = 0  # How many batches, including repeats, this iteration has delivered.
     fresh: int = 0  # How many of the `shown` batches were delivered for the first time.
@@ -104,13 +104,16 @@ class EchoLoader(LoaderWrapper):
         return self._state.fresh
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. A loaded state is dropped unless it is of the same epoch."""
+        """Set the epoch of the next iteration. If a state of another epoch was loaded, it is dropped."""
         super().set_epoch(epoch)
         if self._loaded is not None and self._loaded.epoch != epoch:
             self._loaded = None
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch, including repeats."""
+        """Return the number of batches in an epoch, including repeats.
+
+        Raises TypeError if `factor` is "auto", or if the loader has no length.
+        """
         if not isinstance(self.factor, Fraction):
             raise TypeError("an EchoLoader with factor='auto' has no length, because repeats depend on timing")
         return math.floor(len(self.loader) * self.factor)
@@ -118,7 +121,8 @@ class EchoLoader(LoaderWrapper):
     def __iter__(self) -> Iterator[Any]:
         """Begin the next epoch. Raises OptionsError if `factor` is "auto" and there are several ranks."""
         self._require_one_rank()
-        # A DataLoader with persistent workers reuses a single iterator, which the previous thread may still be using.
+        # A DataLoader with persistent workers has a single iterator, which the thread of the previous iteration may
+        # still be using.
         self.close()
         cursor, fetcher = self._begin(record=True)
         state, self._loaded = self._loaded, None
@@ -210,9 +214,9 @@ def _setting_text(value: Any) -> str:
 
 
 class _EchoIterator(BatchIterator):
-    """An iterator over one epoch of an EchoLoader that delivers each batch at most `max_showings` times.
+    """An iterator over one epoch of an EchoLoader.
 
-    Each delivery updates the loader's state.
+    It delivers each batch at most `max_showings` times. Each delivery updates the EchoLoader's state.
     """
 
     def __init__(self, loader: EchoLoader, fetcher: BatchFetcher, cursor: DeliveryCursor, max_showings: int) -> None:
@@ -257,7 +261,8 @@ class _FixedEcho(_EchoIterator):
         fetched = self._current or self._begin_batch(self._fetcher.fetch())
         batch = self._show(fetched)
         assert isinstance(self._loader.factor, Fraction)
-        # Not ``==``: an interrupt just before this line leaves `showing` at its full count, and a resume adds one.
+        # Do not use ``==``. After an interrupt just before this line, `showing` has already reached its full count, and
+        # the next delivery increases it once more.
         if self._state.showing >= showings(self._loader.factor, self._state.batch):
             self._end_batch(fetched)
         return batch
@@ -294,8 +299,8 @@ class _AdaptiveEcho(_EchoIterator):
                 self._begin_batch(fetched)
             if self._state.showing < self._max_showings:
                 break
-            # Wait for the next batch. This is reached only after a resume, if the state was saved when the batch had
-            # been delivered `max_showings` times.
+            # Repeat the loop, to wait for the next batch. This happens only after a resume: when the state was saved,
+            # this batch had been delivered `max_showings` times.
         assert self._current is not None
         batch = self._show(self._current)
         self._delivered_at = time.monotonic()
@@ -333,7 +338,8 @@ class _AdaptiveEcho(_EchoIterator):
 class _FetchClock:
     """A clock that measures how long a prefetch thread takes for a batch, to predict when the next one is ready.
 
-    `device` is the wrapped loader's attribute `device`: where a DeviceFeed copies batches. Other loaders may have any.
+    `device` is the attribute `device` of the wrapped loader. For a DeviceFeed, it is the device to which batches are
+    copied. Other loaders may have any value there; None stands for no attribute.
     """
 
     def __init__(self, device: Any) -> None:
@@ -342,7 +348,8 @@ class _FetchClock:
         # Each thread has its own current CUDA stream. If the wrapped loader is a DeviceFeed, it delivers batches in the
         # prefetch thread, and must make them ready for the stream of the consumer's thread.
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        # Each device has its own current stream. The feed's device may differ from the consumer's current one (None).
+        # Each device has its own current stream. The feed's device may differ from the current device of the consumer's
+        # thread, for which `current_stream` takes None.
         devices = [device, None] if isinstance(device, torch.device) and device.type == "cuda" else [None]
         self._streams = [torch.cuda.current_stream(one) for one in devices] if in_use else []
 
@@ -367,7 +374,7 @@ def _to_fraction(factor: Any, max_factor: int) -> Fraction:
     if not 1 <= number < math.inf:
         raise unfit("factor", factor, "give a number of at least 1, or 'auto'")
     exact = Fraction(factor if isinstance(factor, (int, Fraction)) else number).limit_denominator(_MAX_DENOMINATOR)
-    # Make NumPy integers in a Fraction ints, because JSON cannot store them.
+    # Convert NumPy integers in a Fraction to ints, because JSON cannot store NumPy integers.
     found = Fraction(int(exact.numerator), int(exact.denominator))
     if found > max_factor:
         raise OptionsError(

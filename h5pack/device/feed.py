@@ -32,9 +32,9 @@ class DeviceFeed(LoaderWrapper):
     """A loader that delivers the batches of another loader on a device.
 
     On CUDA, a thread fetches batches from the loader and queues their copies from pinned memory. The copies and the
-    transforms run on separate CUDA streams, while the training step runs. On the CPU, each batch is fetched and
-    transformed in the caller's thread when it is requested. The batches on CUDA and on the CPU are the same if the
-    transform gives the same results on both.
+    transforms run on separate CUDA streams, while the training step runs. On the CPU and on devices other than CUDA,
+    each batch is fetched, copied and transformed in the caller's thread when it is requested. The batches on CUDA and
+    on the CPU are the same if the transform gives the same results on both.
 
     Parameters
     ----------
@@ -48,9 +48,10 @@ class DeviceFeed(LoaderWrapper):
     transform : callable or sequence of callable, optional
         Called with a batch's images on the device. The result replaces the images. If `transform.whole_batch` is true,
         the transform is called with the batch, and the result replaces the batch. If `transform.keyed` is true, a
-        `BatchKey` is the second argument. While a transform that is not keyed runs, torch's generators of the CPU and
-        of CUDA are seeded from `torch.initial_seed()`, the epoch, the batch's number in the epoch, and the rank. A
-        sequence of transforms is applied in order.
+        `BatchKey` is the second argument. A sequence of transforms is applied in order. If any of them is not keyed,
+        torch's generators of the CPU and of the CUDA device are seeded for each batch before the first transform, and
+        restored after the last. The seed depends on `torch.initial_seed()`, the epoch, the batch's number in the epoch,
+        and the rank.
     prefetch_factor : int
         Maximum number of batches that are copied to the device before the step requests them. The device also holds
         the batch of the current step, and the batch of the previous step until that step has finished. So up to
@@ -97,7 +98,7 @@ class DeviceFeed(LoaderWrapper):
 
     @property
     def transform(self) -> Any:
-        """The transform. If it is set, the next iteration is the first to use the new one."""
+        """The transform. If another is assigned, a running iteration still uses the old one."""
         return self._given_transform
 
     @transform.setter
@@ -115,18 +116,18 @@ class DeviceFeed(LoaderWrapper):
 
     @property
     def transform_seconds(self) -> float:
-        """Total seconds spent in the transform so far in this process; on CUDA, only the time to launch its kernels."""
+        """Total seconds spent in the transform so far, 0 if there is none; on CUDA, only the time to launch kernels."""
         return 0.0 if self._transform is None else self._transform.seconds
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the loader's next epoch and return its iterator, which prefetches batches on CUDA."""
+        """Begin the loader's next epoch and return an iterator over its batches. On CUDA, it prefetches batches."""
         # A DataLoader with persistent workers has a single iterator, so a new iteration must end all earlier ones.
         persistent = first_attribute(layers_of(self.loader), "persistent_workers")
         for thread in list(self._threads):
             if persistent:
                 thread.stop()
             if thread.stopping:
-                # The thread may still be using the loader's iterator.
+                # Wait until the thread has ended, because it may still be using the loader's iterator.
                 thread.join()
         copier = self._begin_copying()
         # The loader's state counts batches that were only prefetched, or whose transform failed. Record the state with
@@ -162,7 +163,8 @@ class _FeedIterator(BatchIterator):
         batches = self._batches
         super().close()
         if isinstance(batches, DevicePrefetcher):
-            # An error or an interrupt does not wait, because the loader may need long for the batch it is reading.
+            # Only `close` waits for the thread. After an error or an interrupt, the iterator does not wait, because the
+            # loader may need long for the batch that it is reading.
             batches.thread.join()
 
     def _next_batch(self) -> Any:
@@ -191,7 +193,8 @@ class _DirectFetcher(Iterator[FetchedBatch]):
         self._fetcher, self._device, self._transform = fetcher, device, transform
 
     def __next__(self) -> FetchedBatch:
-        # Tensors made in inference mode could not be changed in place by the transform, or used by autograd later.
+        # Leave inference mode while fetching. The transform could not change tensors in place that were made in this
+        # mode, and autograd could not use them later.
         with outside_inference_mode(), profiler_range("read"):
             fetched = self._fetcher.fetch()
         if self._device.type != "cpu":
@@ -242,8 +245,8 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
 def _add_memory_advice(error: BaseException, feed: DeviceFeed) -> None:
     batches = feed.prefetch_factor + 2 if feed.device.type == "cuda" else 1
     note = (
-        f"h5pack: DeviceFeed holds up to {batches} batches on {feed.device} at a time; lower the batch size or "
-        "prefetch_factor"
+        f"h5pack: DeviceFeed holds up to {batches} batches on {feed.device} at a time; lower the batch size, or "
+        "prefetch_factor if it is above 1"
     )
     # Python 3.10 does not have BaseException.add_note.
     if hasattr(error, "add_note"):

@@ -54,7 +54,7 @@ class LoaderWrapper(Closeable):
     """
 
     def __init__(self, loader: Any) -> None:
-        # A text, such as the path of a pack, would be a loader of letters.
+        # Refuse a str, such as the path of a pack, because its letters would be the batches.
         if isinstance(loader, (str, bytes)) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
             advice = "give an H5Loader, a DataLoader or another iterable of batches"
             raise OptionsError(f"the loader is a {type(loader).__name__}; {advice}", parameters=("loader",))
@@ -154,16 +154,17 @@ class LoaderWrapper(Closeable):
     def _begin(self, *, record: bool) -> tuple[DeliveryCursor, BatchFetcher]:
         """Begin an iteration of the loader; return its cursor and its fetcher.
 
-        `record`: store the loader's state with each batch, for wrappers that fetch batches before they deliver them.
+        If `record` is true, store the loader's state with each batch. Wrappers that fetch batches before they deliver
+        them need this.
         """
         sampler_epoch = _epoch_of(self.loader, counted=False)
         if sampler_epoch != self._seen_epoch and sampler_epoch is not None:
             # The user called the sampler's own set_epoch, so use that epoch. If users never call set_epoch, the
-            # sampler repeats its order, and the epochs are counted here.
+            # sampler repeats its order, and this wrapper counts the epochs.
             self._next_iteration = sampler_epoch
         self._seen_epoch = sampler_epoch
-        # A DataLoader's `sampler` begins when the first batch is requested. Until then, its state would be that of an
-        # iteration that was left early.
+        # A DataLoader's `sampler` begins an iteration only when the first batch is requested. If the previous iteration
+        # was left early, the sampler's state would describe the previous one until then.
         self._leave_epoch()
         iterator = iter(self.loader)
         self._iteration, self._next_iteration = self._next_iteration, self._next_iteration + 1
@@ -191,7 +192,7 @@ class LoaderWrapper(Closeable):
             self._leave_epoch()
 
     def _leave_epoch(self) -> None:
-        """Make the samplers' states describe the beginning of the next epoch, if they describe an iteration."""
+        """End the running iterations of the samplers, so that their states describe the start of the next epoch."""
         if hasattr(self.loader, "state_dict"):
             return
         for sampler in _resumable_samplers(self.loader):
@@ -247,10 +248,10 @@ class BatchFetcher:
         return FetchedBatch(batch, self._epoch, self._first + self._count - 1, self._count, state)
 
     def close(self) -> None:
-        """Drop the loader's iterator, and call its `close` if it has one, so that its threads end."""
+        """Drop the loader's iterator, and call the iterator's `close` if it has one, so that the threads end."""
         iterator, self._iterator = self._iterator, iter(())
         close = getattr(iterator, "close", None)
-        # If the loader is a generator, it is its own iterator. Do not close it, as the caller may want to use it again.
+        # If the loader is a generator, it is its own iterator. Do not close it, because the user may continue it later.
         if close is not None and iterator is not self._wrapper.loader:
             close()
 
@@ -273,7 +274,10 @@ def first_attribute(layers: list[Any], name: str) -> Any:
 
 
 def base_datasets(dataset: Any) -> list[Any]:
-    """Return the datasets inside subsets and concatenations; [] for None."""
+    """Return the datasets inside a subset or a concatenation, at any depth.
+
+    Return [dataset] for any other dataset, and [] for None.
+    """
     waiting, found = [dataset], []
     while waiting:
         dataset = waiting.pop(0)
@@ -302,8 +306,9 @@ def _resumable_samplers(loader: Any) -> list[BatchOrder | ChunkSampler]:
 def rank_of_copies(loader: Any) -> int | None:
     """Return the rank of a loader if its epochs may have several copies of a row, else None.
 
-    A sampler of torch repeats rows if its attribute `replacement` is true, or if it is longer than its dataset. Other
-    libraries' samplers are only judged by such an attribute.
+    A `MixtureSampler` counts as repeating rows, and the plans of h5pack's other loaders and samplers say whether they
+    repeat rows. Any other sampler counts as repeating rows if its attribute `replacement` is True, and so does torch's
+    RandomSampler if it is longer than its dataset.
     """
     for one in (one for layer in layers_of(loader) for one in with_samplers(layer)):
         order = one if isinstance(one, MixtureSampler) else getattr(one, "plan", None)
@@ -317,7 +322,8 @@ def rank_of_copies(loader: Any) -> int | None:
 
 def _batch_rows(loader: Any) -> int:
     """Return how many of the sampler's rows make a batch; 1 if the loader does not make batches of rows."""
-    # A DataLoader with a batch sampler has the batch size None. A wrapper may have its loader's sampler, but no size.
+    # If a DataLoader was made with a batch sampler, its `batch_size` is None. A wrapper may have the sampler of its
+    # loader, but no `batch_size`.
     layers = layers_of(loader)
     return first_attribute([*layers, *(getattr(one, "batch_sampler", None) for one in layers)], "batch_size") or 1
 
@@ -325,8 +331,8 @@ def _batch_rows(loader: Any) -> int:
 def _epoch_of(loader: Any, *, counted: bool) -> int | None:
     """Return the epoch of the loader or of its sampler, whichever counts epochs itself; None if neither does.
 
-    With ``counted=False``, return the epoch of a sampler that does not count epochs, such as torch's
-    DistributedSampler, on which users must call set_epoch.
+    With ``counted=False``, return instead the epoch of a sampler that does not count epochs, such as torch's
+    DistributedSampler, on which users must call set_epoch; None if there is no such sampler.
     """
     for one in with_samplers(loader):
         counts = one is loader or isinstance(one, (BatchOrder, ChunkSampler))

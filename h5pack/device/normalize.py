@@ -3,9 +3,9 @@
 The arithmetic of ``(pixel / 255 - mean) / std`` in float32 is accurate to one rounding step.
 
 If it were computed as ``pixel * scale + bias``, pixels near the mean would lose most of their digits. Therefore the
-integer ``center`` nearest to ``255 * mean`` is subtracted first, which is exact. The factor ``1 / (255 * std)`` is
-split into ``coarse + fine`` with 16 significant bits each, so the product of either part with an 8-bit integer is
-exact in float32::
+integer ``center`` nearest to ``255 * mean`` is subtracted first, which is exact. The result for ``pixel = center`` is
+``bias = (center / 255 - mean) / std``. The factor ``1 / (255 * std)`` is split into ``coarse + fine`` with 16
+significant bits each, so the product of either part with an 8-bit integer is exact in float32::
 
     steps  = pixel - center                          exact
     small  = steps * fine + bias                     one rounding, of a value below 0.51 * coarse
@@ -81,14 +81,14 @@ class Normalize:
         Memory format of the result. Its shape is (N, C, H, W) in both cases.
     channels : {"last", "first"}, optional
         Which axis of the images is the channel axis: (N, H, W, C) or (N, C, H, W). Default: the axis whose length is
-        the length of `mean` and `std`, or the axis of length 1 or 3 if neither is given. If both axes have such a
-        length, calls raise `OptionsError`.
+        the length of `mean` and `std`, or the axis of length 1 or 3 if neither is given. If both axes or none of them
+        have such a length, calls raise `OptionsError`.
     flip : float or bool
         The probability of a horizontal flip. True: 0.5.
     crop : int, RandomCrop, CenterCrop or RandomResizedCrop, optional
         An int: pixels of black padding added on each side before a window of the image's size is cut out at random,
         like torchvision's ``RandomCrop(size, padding=crop)``. An int is never the window's size: for that, give a crop
-        such as ``RandomCrop(28)``. All crops but RandomCrop can resize.
+        such as ``RandomCrop(28)``. CenterCrop and RandomResizedCrop can also resize.
     erase : float
         The probability that a box is set to 0 (the mean) after normalizing, like torchvision's ``RandomErasing``.
     erase_scale : tuple of float
@@ -105,8 +105,9 @@ class Normalize:
     seed : int
         Seed of the random augmentation.
     backend : {"auto", "torch", "triton"}
-        "auto": use a Triton kernel for CUDA tensors if Triton works, and torch operations otherwise. Inside
-        ``torch.compile``, torch operations are always used, because the compiler fuses them.
+        "auto": use a Triton kernel for CUDA tensors if Triton works, and torch operations otherwise. "torch": always
+        use torch operations. "triton": use a Triton kernel, or raise an error. Inside ``torch.compile``, torch
+        operations are always used, because the compiler fuses them.
 
     Attributes
     ----------
@@ -152,8 +153,8 @@ class Normalize:
         largest = max(max(mean, 1 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
         if not largest <= torch.finfo(dtype).max:
             raise OptionsError(
-                f"std {self.std} makes values of {largest:.3g}, which {dtype} cannot hold; give a larger std or "
-                "another dtype",
+                f"with std {self.std}, results reach {largest:.3g}, which {dtype} cannot represent; give a larger std "
+                "or another dtype",
                 parameters=("std",),
             )
         self.dtype = dtype
@@ -229,7 +230,7 @@ class Normalize:
         images : Tensor
             uint8, (N, H, W, C) or (N, C, H, W), with any strides, on any device.
         key : BatchKey, optional
-            The identity of each sample. Required if `keyed` is true, unless `draws` are given.
+            The identity of each sample. Required if `keyed` is true and `draws` is None.
         draws : AugmentationDraws, optional
             What `draw` returned, to be applied instead of new draws.
         out : Tensor, optional
@@ -369,7 +370,7 @@ class Normalize:
             )
         if self.augmentation.color is not None and found != 3:
             raise OptionsError(
-                f"images of shape {shape} have {found} channels; give color only for images with 3",
+                f"images of shape {shape} have {found} channels; give color only for images with 3 channels",
                 parameters=("color",),
             )
         return images if channels == "last" else images.permute(0, 2, 3, 1)
@@ -400,7 +401,10 @@ class Normalize:
         return dataclasses.replace(key, rows=key.rows.to(pixels.device))
 
     def _constant_tensor(self, device: torch.device, channels: int) -> torch.Tensor:
-        """Return center, coarse, fine and bias as float32, (4, channels). Single numbers are repeated per channel."""
+        """Return center, coarse, fine and bias as float32, (4, channels).
+
+        If each is a single number, it is repeated for all channels.
+        """
 
         def make() -> torch.Tensor:
             values = [row if len(row) > 1 else row * channels for row in self._scale]
@@ -434,10 +438,11 @@ class Normalize:
         return self.backend == "triton"
 
     def _launched(self, device: torch.device, name: str, *args: Any) -> Any:
-        """Launch the kernel "draw", "normalize" or "resize" and return its result; None if Triton fails in "auto" mode.
+        """Launch the kernel "draw", "normalize" or "resize" and return its result.
 
-        After such a failure, later calls do not try Triton again. Only errors of compiling and loading count as
-        failures: errors of a launch may be caused by earlier kernels, so they are raised in any case.
+        If Triton fails and `backend` is "auto", return None, and do not try Triton again in later calls. Only errors of
+        importing Triton, and of compiling and loading a kernel, count as failures of Triton. Errors of a launch are
+        raised in any case, because earlier kernels may have caused them.
         """
         refuse = functools.partial(OptionsError, parameters=("backend='triton'", "backend='auto'"))
         try:

@@ -1,7 +1,8 @@
 """The arithmetic of `Normalize` by torch operations: windows and flips, colors, scaling, erased boxes.
 
-On a CPU, the functions whose names end in "_on_cpu" are used, which are faster there. All functions, and the Triton
-kernels, give the same bits.
+On a CPU, `Normalize` uses `scale_into` and the functions whose names end in "_on_cpu", which are faster there. On other
+devices, and inside ``torch.compile`` on every device, it uses the others. All functions, and the Triton kernels, give
+the same bits.
 """
 
 from __future__ import annotations
@@ -22,15 +23,20 @@ from h5pack.system.text import short_repr
 
 _BITS = 16
 _BLOCK_VALUES = 1 << 16
-"""How many values each thread processes at a time, so that their temporaries (512 KiB) stay in the CPU's cache."""
+"""Number of values to process at a time, so that the temporaries stay in the CPU's cache. In `scale_into`, each thread
+processes this many values at a time, and its temporaries take 512 KiB. `apply_color_on_cpu` processes this many pixels
+at a time."""
 _ROW_VALUES = 1 << 12
 """Maximum number of values to which each of the four constants is repeated (64 KiB for all four). The constants are
-repeated for several lines of an image, so that one operation computes all these lines. Their number is a divisor of
-the image's height: the largest with which the constants do not exceed this maximum, or 1."""
+repeated for several lines of an image, so that one operation computes all these lines. The number of lines is the
+largest divisor of the image's height with which the constants do not exceed this maximum; if there is none, it is 1."""
 
 
 def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws, size: tuple[int, int]) -> torch.Tensor:
-    """Return windows of the images, flipped: uint8, (N, *size, C). Works on any device and inside ``torch.compile``."""
+    """Return a window of each image, flipped as `draws` say: uint8, (N, *size, C).
+
+    Works on any device and inside ``torch.compile``.
+    """
     height, width = pixels.shape[1:3]
     rows = _sources(size[0], draws.vertical_flip, draws.top)
     columns = _sources(size[1], draws.flip, draws.left)
@@ -41,7 +47,7 @@ def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws, size: tuple[in
 
 
 def _sources(length: int, flip: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-    """Return the row (or column) of the image that each row of the window comes from: int64, (N, length)."""
+    """Return for each row (or column) of the window which row (or column) of the image it shows: int64, (N, length)."""
     positions = torch.arange(length, device=flip.device).expand(len(flip), length)
     return torch.where(flip[:, None] != 0, length - 1 - positions, positions) + first[:, None]
 
@@ -49,9 +55,10 @@ def _sources(length: int, flip: torch.Tensor, first: torch.Tensor) -> torch.Tens
 def crop_and_flip_on_cpu(
     pixels: torch.Tensor, draws: AugmentationDraws, size: tuple[int, int], planar: bool
 ) -> torch.Tensor:
-    """Do the same as `crop_and_flip`, by one copy per image. The result is contiguous; (N, C, H, W) if `planar`.
+    """Do the same as `crop_and_flip`, by one copy per image.
 
-    On a CPU, this is twice as fast for images of 32 x 32 pixels, and 20 times as fast for images of 218 x 178.
+    The result is contiguous: (N, C, *size) if `planar`, else (N, *size, C). On a CPU, this is twice as fast as
+    `crop_and_flip` for images of 32 x 32 pixels, and 20 times as fast for images of 218 x 178 pixels.
     """
     (count, *source_size, channels), (height, width) = pixels.shape, size
     shape = (count, channels, height, width) if planar else (count, height, width, channels)
@@ -76,7 +83,10 @@ def crop_and_flip_on_cpu(
 
 
 def fixed_window(pixels: torch.Tensor, top: int, left: int, size: tuple[int, int]) -> torch.Tensor:
-    """Return the same window of all images, (N, *size, C): a view, or a copy padded with black if it exceeds them."""
+    """Return the same window of all images, (N, *size, C).
+
+    The result is a view of the images, or a copy that is padded with black if the window exceeds the images.
+    """
     (height, width), (rows, columns) = pixels.shape[1:3], size
     inner = pixels[:, max(0, top) : top + rows, max(0, left) : left + columns]
     if inner.shape[1:3] == size:
@@ -100,7 +110,10 @@ def apply_color(pixels: torch.Tensor, color: torch.Tensor) -> torch.Tensor:
 
 
 def apply_color_on_cpu(pixels: torch.Tensor, color: torch.Tensor) -> torch.Tensor:
-    """Do the same as `apply_color`, but in blocks, whose temporaries fit in the CPU's cache. Keep the memory layout."""
+    """Do the same as `apply_color` for a few images at a time, so that the temporaries fit in the CPU's cache.
+
+    The result has the memory layout of `pixels`.
+    """
     with unfilled_memory():
         result = torch.empty_like(pixels)
     count = max(1, _BLOCK_VALUES // max(1, pixels.shape[1] * pixels.shape[2]))
@@ -221,8 +234,8 @@ def checked_statistics(
     for name, is_valid in in_range.items():
         if not is_valid:
             raise OptionsError(
-                f"{given}; give means from 0 to 1 and positive standard deviations, for pixels scaled to 0..1 (if they "
-                "are for pixels in 0..255, divide them by 255)",
+                f"{given}; give means from 0 to 1 and positive standard deviations, for pixels scaled to 0..1 (if your "
+                "numbers are for pixels in 0..255, divide them by 255)",
                 parameters=(name,),
             )
     return means, deviations

@@ -32,10 +32,11 @@ from h5pack.errors import LoaderError
 
 
 class PrefetchThread(BackgroundThreads):
-    """A thread that fetches batches and queues them for `get`: first `credits` batches, then one for each `release`.
+    """A thread that fetches batches and queues them for `get`.
 
-    The thread calls `enter` before the first fetch. It calls `prepare` with each batch, and queues the result. After
-    the last batch, it queues the exception that ended the iteration: StopIteration if nothing failed.
+    It fetches `credits` batches at first, and then one more for each call of `release`. It calls `enter` before the
+    first fetch. It calls `prepare` with each batch, and queues the result. After the last batch, it queues the
+    exception that ended the iteration: StopIteration if nothing failed.
     """
 
     def __init__(
@@ -51,7 +52,10 @@ class PrefetchThread(BackgroundThreads):
         self.start(feed=self._run)
 
     def get(self, *, seconds: float | None) -> Any:
-        """Return the next batch or the final exception; None if neither comes within `seconds` (None: wait forever)."""
+        """Return the next batch or the final exception; None if neither comes within `seconds`.
+
+        If `seconds` is None, wait as long as necessary.
+        """
         self.require_own_process("feed")
         try:
             return self._batches.get(timeout=seconds)
@@ -66,7 +70,11 @@ class PrefetchThread(BackgroundThreads):
         """Stop the thread once it has fetched its current batch. `stop` takes no lock, so finalizers may call it."""
         self.stopping = True
         self._credits.put(None)
-        self._batches.put(LoaderError("the loader was closed, or began a new iteration; use its newest iterator"))
+        self._batches.put(
+            LoaderError(
+                "the loader was closed, or began a new iteration; use its newest iterator, or begin another iteration"
+            )
+        )
 
     def _run(self) -> None:
         try:

@@ -1,17 +1,17 @@
 """Resized crops: antialiased bilinear resizing of uint8 images.
 
 `resize` and the Triton kernels compute in integers, so they give the same bits on every device. `resize_on_cpu`, which
-`Normalize` uses for tensors on the CPU, is faster, but its levels may differ by 1 (by 2 if an image shrinks more than
-150 times).
+`Normalize` uses for tensors on the CPU, is faster, but its levels (0 to 255) may differ from theirs by 1 (by 2 if an
+image shrinks more than 150 times).
 
 The filter is that of torch's ``interpolate(mode="bilinear", antialias=True)`` and of Pillow. Rows and columns are
-resized separately. If n pixels of the image become m pixels, k is the larger of n and m, and pixel p contributes to
-pixel i of the result with the weight::
+resized separately. Let n pixels of the image become m pixels, and let k be the larger of n and m. Then pixel p of the
+image contributes to pixel i of the result with the weight::
 
     max(0, 2 k - |(2 p + 1) m - (2 i + 1) n|)        divided by the sum of these weights over all p
 
 The weights are rounded to multiples of 2^-16. After the first axis, values keep 6 fractional bits, so the final levels
-(0 to 255) differ from the exact values by rounding only. The pixels p that contribute to pixel i are called its taps.
+differ from the exact values by rounding only. The pixels p that contribute to pixel i are called the taps of pixel i.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ KEPT_BITS = 6
 
 
 def max_taps(crop: ResizedCrop, height: int, width: int) -> tuple[int, int]:
-    """Return the largest number of rows, and of columns, that contribute to a pixel of the result."""
+    """Return the largest number of rows of an image, and of columns, that contribute to a pixel of the result."""
     sides = zip((height, width), crop.resized_size(height, width), strict=True)
     rows, columns = (-(-2 * max(side, resized) // resized) for side, resized in sides)
     return rows, columns
@@ -38,11 +38,12 @@ def max_taps(crop: ResizedCrop, height: int, width: int) -> tuple[int, int]:
 def find_taps(
     draws: AugmentationDraws | None, crop: ResizedCrop, pixels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the taps of the results' rows (the image rows from which each is computed), and those of their columns.
+    """Return the taps of all rows of the results, and the taps of all columns.
 
-    Crops and flips are taken into account. Each tensor is int32, (N, 1 + taps, size). Along axis 1, it holds the
-    position of the first tap, in pixels of the image, and then the weights of all taps in order, in units of 2^-16. In
-    the padding, all weights are 0. If `draws` is None, N is at most 1.
+    The taps of a row are the rows of the image from which it is computed. Crops and flips are taken into account. Each
+    tensor is int32, (N, 1 + taps, size). Along axis 1, it holds the position of the first tap, in pixels of the image,
+    and then the weights of all taps in order, in units of 2^-16. In the padding, all weights are 0. If `draws` is None,
+    all images have the same taps, and N is 1 (0 for an empty batch).
     """
     _, height, width, _ = pixels.shape
     # Without draws, all images have the taps of the first one.
@@ -93,7 +94,7 @@ def resize(pixels: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor) -> t
 def resize_on_cpu(
     pixels: torch.Tensor, draws: AugmentationDraws | None, crop: ResizedCrop, planar: bool
 ) -> torch.Tensor:
-    """Resize with torch's ``interpolate``; the module says how far levels differ from those of `resize`.
+    """Do the same as `find_taps` and `resize`, with torch's ``interpolate``. Levels may differ (see the module).
 
     The result is contiguous, (N, C, height, width) if `planar`, else (N, height, width, C).
     """

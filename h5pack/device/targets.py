@@ -25,7 +25,7 @@ Size = tuple[int, int]
 class AxisMap:
     """A map from rows of the images to rows of the output, or from columns to columns.
 
-    A window of each image is resized. The output is a part of the resized window, and is flipped in some images. A
+    A window of each image is resized. The output is cut out of the resized window, and is flipped for some images. A
     coordinate x becomes ``(x - begin) * resized / extent - offset``. In a flipped image, it becomes ``size`` minus this
     value.
     """
@@ -33,16 +33,16 @@ class AxisMap:
     begin: torch.Tensor  # First pixel of the window in the image: int64, (N,).
     extent: torch.Tensor  # Number of pixels of the window: int64, (N,).
     resized: int  # Number of pixels of the resized window.
-    offset: int  # First pixel of the output in the resized window.
+    offset: int  # First pixel of the output in the resized window; negative if the output begins with padding.
     size: int  # Number of pixels of the output.
     input: int  # Number of pixels of the image.
     flip: torch.Tensor  # Whether the output is flipped: bool, (N,).
 
     def source(self) -> torch.Tensor:
-        """Return the pixel of the image that is nearest to each pixel of the output: int64, (N, size).
+        """Return for each pixel of the output the nearest pixel of the image: int64, (N, size).
 
-        This is the pixel under the output pixel's center, as in torch's ``interpolate(mode="nearest-exact")``. Outside
-        of the image, it is negative or at least `input`.
+        The nearest pixel is the one under the output pixel's center, as in torch's
+        ``interpolate(mode="nearest-exact")``. For padding, the result is negative or at least `input`.
         """
         # The centers of the output's pixels in the resized window, times 2: integers are exact on every device.
         first, last = 2 * self.offset + 1, 2 * (self.offset + self.size) - 1
@@ -63,7 +63,7 @@ class AxisMap:
 
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Unsigned types, which few of torch's operations support, and the signed types that such masks are viewed as."""
+"""Unsigned types, which few of torch's operations support, and the signed types as which their masks are viewed."""
 Axes = tuple[AxisMap, AxisMap]
 """The maps of rows and of columns."""
 
@@ -138,7 +138,7 @@ def move_field(kind: str, field: Any, axes: Axes) -> Any:
 
 
 def move_masks(masks: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """Return masks moved like their images, without interpolation: each pixel is copied from the nearest pixel.
+    """Return masks moved like their images, without interpolation: each pixel is a copy of the nearest input pixel.
 
     Parameters
     ----------

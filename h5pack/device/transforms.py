@@ -41,8 +41,8 @@ _ADVICE = "open the dataset with H5Dataset(..., with_rows=True)"
 class Views:
     """A transform that makes several views of the same images, for contrastive learning (such as SimCLR).
 
-    In a `DeviceFeed`, the images of the batch become a tuple of tensors, one for each view. A field that a
-    `Normalize` among the transforms moves with the images becomes such a tuple, too. The random numbers of a keyed
+    In a `DeviceFeed`, the images of the batch become a tuple of tensors, one for each view. If a `Normalize` among the
+    transforms moves a field with the images, the field becomes such a tuple, too. The random numbers of a keyed
     transform in one view are independent of those in another, even with the same transform and seed.
 
     Parameters
@@ -93,16 +93,17 @@ def uniform(key: BatchKey, seed: int, count: int) -> torch.Tensor:
         What the transform was called with.
     seed : int
     count : int
-        How many numbers each sample needs, at most 64. For more, concatenate those of several seeds.
+        How many numbers each sample needs, at most 64. If it needs more, call this function with several seeds, and
+        concatenate the results.
 
     Raises
     ------
     OptionsError
-        If `count` is not from 1 to 64.
+        If `count` is not an integer from 1 to 64, or `seed` is not an integer.
     """
     count = whole_number("count", count, 1)
     if count > DRAWS:
-        raise unfit("count", count, f"give a number from 1 to {DRAWS}, and concatenate the numbers of several seeds")
+        raise unfit("count", count, f"give a number from 1 to {DRAWS}; for more numbers, use several seeds")
     words = random_words(key, whole_number("seed", seed, None), count, stream=_STREAM)
     # The upper 24 bits are exact in float32.
     return ((words >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24
@@ -113,8 +114,8 @@ class ImageTransform:
 
     `seconds` is the total time spent in calls of the transforms. `dataset` is the loader's dataset, None if unknown.
     `rank` is the loader's rank if its epochs may have several copies of a row, else None.
-    Raises OptionsError if a transform is not callable, is a compiled `Normalize` with fields, or needs row numbers that
-    the dataset does not provide.
+    Raises OptionsError if a transform is not callable, needs row numbers that the dataset does not provide, or has
+    `fields` without being a `Normalize`, such as a compiled `Normalize`.
     """
 
     def __init__(
@@ -132,13 +133,13 @@ class ImageTransform:
         for one in called:
             if getattr(one, "fields", None) and not isinstance(one, Normalize):
                 raise OptionsError(
-                    f"{_name_of(one)} has fields, but only a Normalize moves them; if it is a compiled Normalize, do "
-                    "not compile it",
+                    f"the transform {_name_of(one)} has fields, but only a Normalize moves fields; if it is a compiled "
+                    "Normalize, do not compile it",
                     parameters=("fields",),
                 )
         self._overwriting = [one for one in called if overwrites_results(one)]
-        # `draws`: whether any transform may use torch's generators. `replaces_images`: whether the first transform
-        # surely returns new images, and so keeps the loaded ones.
+        # `draws`: whether any transform may use torch's generators. `replaces_images`: whether the first transform is
+        # known to return new images, and to leave the loaded images unchanged.
         self.draws = any(not _is_keyed(one) and not isinstance(one, Normalize) for one in called)
         first = self.transforms[0] if self.transforms else None
         self.replaces_images = all(isinstance(one, Normalize) for one in _views_of(first))
@@ -177,7 +178,7 @@ class ImageTransform:
                 self._view(one, batch, images, _view(key, number)) for number, one in enumerate(transform.transforms)
             ]
             changed: Any = tuple(view for view, _ in views)
-            # If only some of the views move a field, the others get it unmoved.
+            # If only some of the views move a field, the other views get the unmoved field.
             moved: dict[Any, Any] = {
                 index: tuple(fields.get(index, batch[index]) for _, fields in views)
                 for index in dict.fromkeys(index for _, fields in views for index in fields)
@@ -211,22 +212,25 @@ class ImageTransform:
         return map_tensors(result, torch.clone) if any(transform is one for one in self._overwriting) else result
 
     def _kinds(self, transform: Normalize, batch: Any, images: torch.Tensor, size: tuple[int, int]) -> dict[Any, str]:
-        """Return the kind of each field to move, by key or index; raise OptionsError if `transform.fields` is wrong."""
+        """Return the kind of each field to move, by key or index.
+
+        Raises OptionsError if `transform.fields` is wrong, or lacks an element that has to move with the images.
+        """
         elements = named_elements(batch)
         names = ", ".join(map(repr, elements))
         kinds = {}
         for name, kind in transform.fields.items():
-            # An element that has a name may also be given by its index.
+            # If an element has a name, `fields` may contain its name or its index.
             found = name if name in elements else next((n for n, (index, _) in elements.items() if index == name), None)
             if found is None:
                 raise OptionsError(
-                    f"fields[{name!r}] names no element of the batch, or one that another key names, too; the elements "
-                    f"are {names}",
+                    f"fields[{name!r}] names no element of the batch, or an element that another key of fields names, "
+                    f"too; give one key for each element; the elements are {names}",
                     parameters=("fields",),
                 )
             index, element = elements.pop(found)
             if kind is not None and element is images:
-                raise OptionsError(f"fields[{name!r}] names the images; leave it out", parameters=("fields",))
+                raise OptionsError(f"fields[{name!r}] names the images; leave out this key", parameters=("fields",))
             if kind is not None:
                 kinds[index] = kind
         for name, (_, element) in elements.items():
@@ -300,7 +304,10 @@ def _name_of(transform: Any) -> str:
 
 
 def _pack_of(dataset: Any) -> H5Dataset | None:
-    """Return the `H5Dataset` under any `Subset`s, or the first of the `ConcatPack` there; None for others."""
+    """Return the `H5Dataset` inside any `Subset`s, or the first `H5Dataset` of a `ConcatPack` inside them.
+
+    Return None for any other dataset.
+    """
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     if isinstance(dataset, ConcatPack):

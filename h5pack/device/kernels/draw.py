@@ -146,7 +146,10 @@ def _rounded(products):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first_that_fits(state, number, table, root, height, width, smallest):  # type: ignore[no-untyped-def]
-    """Return which of each sample's rectangles is the first that fits (-1: none), and its sides; see `data.draws`."""
+    """Return which of each sample's rectangles is the first that fits (-1: none), and the sides of this rectangle.
+
+    See `data.draws.first_that_fits`.
+    """
     chosen, tall, wide = tl.zeros_like(state) - 1, tl.zeros_like(state), tl.zeros_like(state)
     for attempt in range(_TRIES):
         first = number + 4 * attempt
@@ -164,7 +167,7 @@ def _first_that_fits(state, number, table, root, height, width, smallest):  # ty
 
 @triton.jit
 def _draw_boxes(line, here, samples, state, number, settings, boxes):  # type: ignore[no-untyped-def]
-    """Store each sample's first box that fits, as `augment._boxes` does."""
+    """Draw the box to erase in each sample, as `augment._boxes` does, and store it."""
     height, width, root = tl.load(settings + 8), tl.load(settings + 9), tl.load(settings + 10)
     chosen, tall, wide = _first_that_fits(state, number + _BOX, boxes, root, height, width, 0)
     erased = (chosen >= 0) & _chance(_word(state, number + _ERASE), tl.load(settings + 2))
@@ -178,7 +181,7 @@ def _draw_boxes(line, here, samples, state, number, settings, boxes):  # type: i
 
 @triton.jit
 def _draw_windows(line, here, samples, state, number, table):  # type: ignore[no-untyped-def]
-    """Store each sample's first window that fits, as `data.draws.crop_windows` does."""
+    """Draw the crop window of each sample, as `data.draws.crop_windows` does, and store it."""
     height, width, root = tl.load(table), tl.load(table + 1), tl.load(table + 2)
     chosen, wide, tall = _first_that_fits(state, number, table + 7, root, width, height, 1)
     fits, place = chosen >= 0, number + 4 * chosen

@@ -3,7 +3,8 @@
 A thread computes one vector (16 bytes of the result) at a time, always in the same columns of every n-th line of an
 image. So everything that depends on the column is computed once: the offset in the source, the channel's constants, and
 whether the column is in the erased box. Everything that depends on the line is the same for all values of a vector. If
-a line does not begin and end at multiples of 16 bytes, separate programs compute the few values at its ends one by one.
+a line does not begin and end at multiples of 16 bytes, separate programs compute the few values at the line's ends, and
+store them one by one.
 
 Pixels are loaded without masks, because a mask would take an instruction for each pixel. For positions outside the
 image, the last row or column of the image is read instead, and the value is then replaced.
@@ -29,7 +30,7 @@ def _load_constants(constants, CHANNELS: tl.constexpr, FINE: tl.constexpr):  # t
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _interleaved(column, spot, CHANNELS: tl.constexpr, VALUES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the pixel and channel of each value of a vector that begins at `column`, and its first channel.
+    """Return pixel and channel of each value of a vector that begins at `column`, and the channel of its first value.
 
     This takes one division per vector, because the compiler knows each `spot` (the index of a value in the vector).
     """
@@ -144,9 +145,10 @@ def _copy_rows(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute vectors of the lines y, y + advance, ... of a part (see `image_kernel`).
 
-    `y`, `column` and `place` are (A, 1), a number for each vector. `column` is the column of its first value, negative
-    if the vector begins before the line. `place` is where this value is stored in line y: an offset from the last
-    multiple of VALUES at or before the start of the part. `known`, (A, 1) or (A, VALUES), says which values to store.
+    `y`, `column` and `place` have the shape (A, 1): one number for each of A vectors. `column` is the column of the
+    vector's first value, negative if the vector begins before the line. `place` is where this value is stored in line
+    y: an offset from the last multiple of VALUES at or before the start of the part. `known`, (A, 1) or (A, VALUES),
+    says which values to store.
     """
     image = part
     plane = 0
@@ -253,7 +255,8 @@ def image_kernel(  # type: ignore[no-untyped-def]
             PLANES, MOVES, PADDED, ERASES, COLORS, FINE, WIDE, VALUES,
         )  # fmt: skip
     else:
-        # The rest of each line: fewer than VALUES values at its beginning and at its end, each in one vector.
+        # The rest of each line: fewer than VALUES values at its beginning, and fewer at its end. Each of these two
+        # groups is part of one vector.
         y = tl.arange(0, VECTORS) // 2
         is_end = tl.arange(0, VECTORS) % 2 == 1
         head = tl.minimum((VALUES - (y * length + shift) % VALUES) % VALUES, length)

@@ -44,7 +44,7 @@ def load(device: torch.device) -> None:
     except torch.cuda.OutOfMemoryError:
         raise
     except Exception as error:
-        # `synchronize` raises the error if an earlier kernel caused it, not the loading.
+        # If an earlier kernel caused the error, and not the loading, `synchronize` raises it here.
         torch.cuda.synchronize(device)
         raise UnusableError(str(error)) from error
 

@@ -55,7 +55,7 @@ def normalize(
     if not result.numel():
         return result
     if not pixels.numel():
-        # Images without pixels become only padding, as black images of one pixel do.
+        # Images without pixels become only padding. So do black images of one pixel, which the kernel can read.
         pixels = pixels.new_zeros(len(pixels), 1, 1, pixels.shape[3])
     is_flat = draws is None and pixels.is_contiguous() and result.permute(0, 2, 3, 1).is_contiguous()
     if is_flat:
