@@ -143,10 +143,10 @@ def read_encoded(encoded: EncodedFile, size: int) -> bytes:
         )
         raise DamagedRowsError.at(path, problem, dataset=dataset, rows=[row])
     problem = (
-        "does not contain what was written to it; check the disk, then run again with resume=True (parts of "
-        "an array job without it)"
+        "does not contain what was written to it; check the disk, then run again with resume=True (in an array job, "
+        "instead of part or finish)"
     )
-    raise ResumeError.at(path, problem, "resume=True")
+    raise ResumeError.at(path, problem, "resume=True", "part", "finish")
 
 
 class RowResults:
@@ -291,7 +291,10 @@ class Journal:
             raise self._damaged(error) from error
 
     def _damaged(self, error: Exception) -> ResumeError:
-        problem = f"the journal is damaged ({error}); start over with overwrite=True and without resume=True"
+        problem = (
+            f"the journal is damaged ({error}); start over with overwrite=True and without resume=True "
+            f"(in an array job, delete all of {self.folder.with_suffix('')}* instead)"
+        )
         return ResumeError.at(self.folder, problem, "overwrite=True", "resume=True")
 
     def records(self) -> Iterator[RowRecord]:

@@ -249,14 +249,14 @@ def verify_existing(path: Path, shards: Iterable[Path], catalog: Catalog, option
     """
     with open_file(path) as file:
         if schema.FORMAT not in file.attrs:
-            raise _different(path, "is not a pack")
+            raise _different(path, "is not a pack", options)
         require_complete(file)
         if text(file.attrs.get(schema.OPTIONS, b"")) != options_text(options.content()):
-            raise _different(path, "was not made with these options")
+            raise _different(path, "was not made with these options", options)
         if not _same_source(file, catalog, options.val):
-            raise _different(path, "was not made from this source")
+            raise _different(path, "was not made from this source", options)
         if missing := sorted(shard.name for shard in shards if not shard.exists()):
-            raise _different(path, f"lacks its shard {missing[0]}")
+            raise _different(path, f"lacks its shard {missing[0]}", options)
         rejects = len(file[f"{schema.REJECTS}/filenames"]) if schema.REJECTS in file else 0
         return len(file[schema.FILENAMES]), rejects
 
@@ -330,6 +330,7 @@ def _same_field(file: h5py.File, name: str, values: FieldValues, rows: npt.NDArr
     return same and np.array_equal(found.data, values.data, equal_nan=values.data.dtype.kind == "f")
 
 
-def _different(path: Path, difference: str) -> OutputExistsError:
-    problem = f"exists, and {difference}; give another name, or overwrite=True without resume=True to replace it"
+def _different(path: Path, difference: str, options: ConvertOptions) -> OutputExistsError:
+    how = "write all parts with overwrite=True" if options.finish else "overwrite=True without resume=True"
+    problem = f"exists, and {difference}; give another name, or {how} to replace it"
     return OutputExistsError.at(path, problem, "overwrite=True", "resume=True")

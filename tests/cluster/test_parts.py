@@ -558,6 +558,40 @@ def test_an_array_job_that_replaces_an_output_is_finished_twice(tmp_path: Path) 
         assert leftovers(tmp_path) == {"in", "o.h5"}
 
 
+def test_the_advice_to_replace_another_output_by_an_array_job_can_be_followed(tmp_path: Path) -> None:
+    source, out, options = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5", {"order": "sorted"}
+    h5pack.convert(source, out, num_workers=1)
+    with pytest.raises(OutputExistsError, match="or write all parts with overwrite=True to replace it"):
+        h5pack.convert(source, out, num_workers=1, finish=True, **options)
+    write(source, out, {**options, "overwrite": True}, "1/2", "2/2")
+    require_finish(source, out, options)
+
+
+def test_the_advice_about_a_damaged_temporary_file_of_an_array_job_can_be_followed(tmp_path: Path) -> None:
+    source, options = kept_files(tmp_path)
+    out = tmp_path / "o.h5"
+    write(source, out, options, "1/2")
+    for path in tmp_path.glob("o.h5.partial.journal/encoded-*.bin"):
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(ResumeError, match=r"resume=True .in an array job, instead of part or finish"):
+        write(source, out, options, "2/2")
+    write(source, out, options, "1/2")
+    h5pack.convert(source, out, **{**options, "num_workers": 1, "resume": True})
+    assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+
+
+def test_the_advice_about_a_damaged_journal_of_an_array_job_can_be_followed(tmp_path: Path) -> None:
+    source, out = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5"
+    write(source, out, {}, "1/2")
+    (tmp_path / "o.h5.partial.journal/plan.json").write_text("{")
+    with pytest.raises(ResumeError, match=r"in an array job, delete all of \S+/o.h5.partial\* instead"):
+        write(source, out, {"overwrite": True}, "1/2")
+    for path in tmp_path.glob("o.h5.partial*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    write(source, out, {}, "1/2", "2/2")
+    require_finish(source, out, {})
+
+
 @pytest.mark.parametrize("replaces", [False, True])
 def test_parts_that_ended_in_their_survey_are_not_finished(
     replaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
