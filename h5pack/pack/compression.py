@@ -21,7 +21,7 @@ from h5pack.system.parameters import invalid
 
 NONE = "none"
 COMPRESSIONS = (NONE, "gzip", "zstd", "bitshuffle-lz4")
-"""Allowed values of `compression`; gzip and zstd may be followed by a level, such as gzip:9."""
+"""Allowed values of the option `compression`. A level can follow gzip and zstd, e.g. gzip:9."""
 
 _LEVELS = {"gzip": (4, 9), "zstd": (3, 22)}
 """The default and the highest compression level of each method; the lowest is 1."""
@@ -57,7 +57,7 @@ def parse_compression(text: str) -> Compression | None:
 
 
 def max_compressed_bytes(count: int) -> int:
-    """Return an upper bound of the size of `count` bytes after any filter.
+    """Return an upper bound of the size in bytes of `count` bytes after compression, whatever the filter.
 
     Incompressible data grows by at most 52 bytes per block of 8,192 bytes with Bitshuffle-LZ4, by 1 byte in 256 with
     zstd, and by 1 byte in 1,000 with gzip.
@@ -74,7 +74,7 @@ def require_filter(compression: Compression) -> None:
 
 def add_filter(properties: h5py.h5p.PropDCID, compression: Compression) -> None:
     """Add a filter to a dataset's creation properties."""
-    # A mandatory filter that fails is an error. HDF5 may skip an optional one for some chunks.
+    # If a mandatory filter fails, HDF5 raises an error. If an optional one fails, HDF5 stores the chunk uncompressed.
     properties.set_filter(compression.number, h5py.h5z.FLAG_MANDATORY, compression.parameters)
 
 
@@ -98,7 +98,7 @@ def compress_chunk(values: npt.NDArray[Any], compression: Compression) -> bytes:
 
 @dataclass(frozen=True)
 class CompressTask:
-    """A chunk of the images or of a field in ``OUT.partial`` to compress; its rows already have their final order."""
+    """A chunk to compress, of the images or of a field in ``OUT.partial``. Its rows already have their final order."""
 
     path: str
     start: int  # the chunk's first row
@@ -126,7 +126,7 @@ def compress_rows(task: CompressTask) -> tuple[int, bytes]:
     if not np.array_equal(row_checksums(rows), task.checksums):
         problem = (
             f"{task} of the file do not match their checksums; check the disk, then run "
-            "again with resume=True, or with finish=True if this run had it"
+            "again with resume=True (in an array job, with finish=True)"
         )
         raise H5PackError.at(
             task.path, problem, "resume=True", "finish=True", rows=range(task.start, task.start + len(task.checksums))

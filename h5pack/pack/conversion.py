@@ -1,16 +1,22 @@
 """The whole conversion: survey (one pass over all image headers before writing), plan, encode, write and finish.
 
-An interrupted conversion can be continued where it stopped. What a run finds decides what it does:
+A run with `resume`, `part` or `finish` continues an interrupted conversion where it stopped. What such a run does
+depends on the files that it finds:
 
-- the output, but no ``OUT.partial``: it only compares the output with the source and the options, and removes
-  temporary files. With `overwrite`, it does so only if the journal shows that the interrupted run had already replaced
-  the output, or, without a journal, if this run has `finish`;
-- ``OUT.partial.survey``: it continues the survey;
-- a journal with a plan: it surveys the images again, and requires the same plan and the same images. With `keep`, it
-  encodes the images that are not encoded yet. It checks the rows that the journal lists, and writes all others;
-- a journal with ``written.bin``: every row was written, and rows may have moved. It repairs the rows whose bytes are
-  not intact at their final position, and finishes;
-- the same, and ``OUT.partial`` is a complete compressed file: it only renames the file.
+- the output, but no ``OUT.partial``: the output is complete. The run only compares it with the source and the options,
+  and removes temporary files. In two cases, the output is an older one that is still to be replaced:
+
+  - The run has `overwrite`, and nothing shows that the interrupted run had already replaced the output. The journal
+    shows this; with `finish`, a missing journal shows it, too.
+  - An array job has begun, but none of its parts has written a row;
+
+- ``OUT.partial.survey``: the run continues the survey;
+- a journal with a plan: the run surveys the images again, and requires the same plan and the same images. With `keep`,
+  it encodes the images that are not encoded yet. It checks the rows that the journal lists, and writes damaged and
+  missing rows. With `finish`, it checks no rows, and raises an error if rows are missing;
+- a journal with ``written.bin``: every row was written, and rows may have moved. The run repairs the rows whose bytes
+  are not intact at their final position, and finishes the file;
+- a journal with ``written.bin``, and a complete compressed file as ``OUT.partial``: the run only renames this file.
 """
 
 from __future__ import annotations
@@ -95,7 +101,7 @@ class Conversion:
             require_other_files([self.output.final], [path])
         self._parts = PartsFolder(self.output.parts)
         self.output.check(self.options)
-        # Like `overwrite`, an interrupted run that had it may replace the output, which keeps its permissions.
+        # If this run or the interrupted one has `overwrite`, the new file gets the permissions of the one it replaces.
         before = Journal(self.output.journal).plan() if self.options.continues else None
         if self.options.overwrite or (before is not None and before["overwrite"]):
             self.output.permissions_of = self.output.final
@@ -122,19 +128,25 @@ class Conversion:
         self.output.remove_emptied()
 
     def existing_report(self) -> ConvertReport | None:
-        """Return the report of an output that is already complete; None if work remains, or the run does not resume."""
+        """Return the report of an output that is already complete; None if work remains.
+
+        Return None, too, if this run does not continue an earlier one (see `ConvertOptions.continues`). Raises
+        OutputExistsError if the output was made with other options or from another source.
+        """
         output = self.output
         if not self.options.continues or not output.final.exists() or output.partial.exists():
             return None
-        # Without a journal, `part` and `resume` begin a new conversion, but `finish` has nothing left to do.
+        # With `overwrite` and without a journal, `part` and `resume` begin a new conversion. But `finish` never begins
+        # one: the array job is complete, and its journal was removed.
         journal = Journal(output.journal)
         begins = not journal.folder.exists() and not self.options.finish
         rows_are_missing = journal.written() is None
-        # Without a plan, the journal was being removed: `remove_leftovers` deletes the plan first.
+        # A journal without a plan was left by a run that was killed while it removed the journal, after it had replaced
+        # the output: `remove_leftovers` deletes the plan first.
         if self.options.overwrite and (begins or (rows_are_missing and journal.plan() is not None)):
             return None
         if output.parts.exists() and rows_are_missing:
-            # All parts that have begun are still in their survey, or ended there, so the output is from an earlier run.
+            # No part has written a row yet, because there is no `partial`. So the output is from an earlier conversion.
             return None
         shards = finish.shards_of(output.final, output.final)
         rows, rejects = verify_existing(output.final, shards, self.catalog, self.options)
@@ -148,7 +160,7 @@ class Conversion:
 
     @functools.cached_property
     def catalog(self) -> Catalog:
-        """The images that the source lists."""
+        """The images of the source, which are listed when this property is first used."""
         found = open_source(self._source, self.options.source_options, self.output.final.parent)
         release_free_memory()
         require_other_files([self.output.final], found.reader.paths())
@@ -156,10 +168,10 @@ class Conversion:
         return found
 
     def plan(self, *, resumable: bool = False) -> ConvertPlan:
-        """List the source, survey its image headers and return the plan.
+        """List the images of the source, survey their headers and return the plan. Later calls return the same plan.
 
-        With `resumable`, the results of a long survey are saved beside the output (see `SurveyJournal`), unless the
-        survey runs on a Dask cluster. The parts of an array job always save their results, to share them.
+        With `resumable`, the results of a long survey are saved beside the output (see `SurveyJournal`), except on a
+        Dask cluster. In an array job, the results of the survey are always saved, because all parts share them.
         """
         if self._plan is None:
             begin = time.perf_counter()
@@ -187,7 +199,7 @@ class Conversion:
         return self._plan
 
     def _sharing(self, stage: str) -> Executor:
-        """Return the executor of a stage. The parts of an array job share their results; see `SharedResults`."""
+        """Return the executor of a stage. In an array job, it shares results with other parts (`SharedResults`)."""
         if not self.options.in_array_job:
             return self._executor
         return self._parts.shared_results(stage, self._executor, self.num_workers)
@@ -210,12 +222,12 @@ class Conversion:
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
         self.output.require_space(plan.needed_bytes, resumable=not self.options.in_array_job)
-        # If the old output has shards, they are removed with it, so none of them may be a file of the source.
+        # If the old output has shards, they are removed when it is replaced. So no shard may be a file of the source.
         require_other_files(finish.shards_of(self.output.final, self.output.final), plan.catalog.reader.paths())
         return self.write(plan, self.output)
 
     def write(self, plan: ConvertPlan, output: Output) -> ConvertReport:
-        """Write a pack, or this run's part of an array job; continue an interrupted run if the options say so."""
+        """Write a pack, or this run's part of an array job. If the options allow that, continue an earlier run."""
         in_parts, distributed = self.options.part is not None, self._client is not None or self.options.finish
         lock = PartFile(output) if in_parts else OutputLock(output, distributed)
         resume = ("resume=True",) if not self.options.in_array_job else ()
@@ -229,7 +241,8 @@ class Conversion:
                 pack.allocate(plan)
                 return self._write_part(pack) if in_parts else self._write_and_finish(pack)
         except NoRowsError:
-            # There is nothing to resume. All tasks have ended, so keep the workers: the next shard may use them.
+            # Nothing is left to resume, so remove the files. All tasks have ended, so the workers need not be stopped:
+            # the next shard may use them.
             if not in_parts:  # Other parts may still use the files.
                 output.remove_leftovers()
                 output.partial.unlink(missing_ok=True)
@@ -294,7 +307,10 @@ class Conversion:
     def _earlier_results(
         self, pack: UnfinishedPack, *, check: bool, rows: npt.NDArray[np.int64] | None = None
     ) -> RowResults:
-        """Return the journaled results. With `check`, read `rows` (None: all), and discard results of damaged ones."""
+        """Return the results in the journal. With `check`, read `rows`, and discard the results of damaged rows.
+
+        `rows` are planned rows, ascending; None stands for all rows.
+        """
         results = RowResults(pack.plan.rows, pack.plan.options.channels, len(pack.all_offsets) - 1)
         for record in pack.journal.records():
             results.add(record)
@@ -306,7 +322,10 @@ class Conversion:
     def _wrong_rows(
         self, pack: UnfinishedPack, rows: npt.NDArray[np.int64], checksums: Sequence[npt.NDArray[np.uint32]]
     ) -> list[int]:
-        """Return those of `rows`, ascending, whose bytes differ from the `checksums` of at least one dataset."""
+        """Return the rows among `rows` (ascending) whose bytes do not match `checksums` in at least one dataset.
+
+        `checksums` has one array for each dataset in `FileStructure.datasets`.
+        """
         wrong: set[int] = set()
         tasks = itertools.chain.from_iterable(
             check_tasks(str(pack.output.partial), offsets, rows, expected, _CHECK_BYTES)

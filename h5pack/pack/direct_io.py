@@ -27,7 +27,8 @@ from h5pack.system.machine import huge_page_memory
 
 _PAGE = schema.ALIGNMENT_BYTES
 _MIN_WRITE_BYTES = 2 * 1024 * 1024
-# A task ends only after its last write. To shorten this wait, its writes become smaller at the end, down to this size.
+# A task ends only after its last write. So that the last write takes less time, the writes become smaller towards the
+# end of a task, down to this size.
 _MIN_LAST_WRITE_BYTES = 256 * 1024
 # A scattered row smaller than this has too few whole pages for direct writes to pay off.
 _MIN_DIRECT_ROW_BYTES = 16 * _PAGE
@@ -77,7 +78,7 @@ class RowFile:
         self._memory = [huge_page_memory(_PAGE), huge_page_memory(_PAGE)]
 
     def begin_rows(self, offsets: npt.NDArray[np.int64], row_bytes: int, *, last: bool = False) -> RowBuffer:
-        """Return a buffer for rows at ascending byte `offsets`, int64 (n,); `last` if they are the last rows of a task.
+        """Return a buffer for rows at ascending byte `offsets`, int64 (n,). `last`: whether the task ends with them.
 
         There is memory for two buffers, so first call `wait` on all earlier buffers except the most recent one.
         """
@@ -107,7 +108,8 @@ class RowFile:
         except OSError as error:
             if descriptor == self.descriptor or error.errno != errno.EINVAL:
                 raise
-            # With larger device blocks, or encryption, the kernel accepts O_DIRECT on opening but refuses the write.
+            # If the device has blocks larger than 4,096 bytes, or the file is encrypted, the kernel may accept O_DIRECT
+            # when the file is opened, but refuse the write.
             write_all(self.descriptor, data, offset)
 
 
@@ -116,7 +118,8 @@ class ContiguousRows(RowBuffer):
 
     def __init__(self, file: RowFile, start: int, rows: int, row_bytes: int, *, last: bool = False) -> None:
         self._start, self._size, self._last = start, rows * row_bytes, last
-        # Give the rows the same offset within a page in memory as in the file, because direct writes need both aligned.
+        # For a direct write, the data must begin at a page boundary both in memory and in the file. So the rows have
+        # the same offset within a page in memory as in the file.
         skew = start % _PAGE if file.direct is not None else 0
         buffer = np.frombuffer(file.next_memory(skew + self._size), np.uint8, self._size, skew)
         super().__init__(file, buffer, range(0, self._size, row_bytes), row_bytes)
@@ -153,7 +156,8 @@ class ScatteredRows(RowBuffer):
 
     def __init__(self, file: RowFile, offsets: npt.NDArray[np.int64], row_bytes: int) -> None:
         self._direct = file.direct is not None and row_bytes >= _MIN_DIRECT_ROW_BYTES
-        # Give each row the same offset within a page in memory as in the file, because direct writes need both aligned.
+        # For a direct write, the data must begin at a page boundary both in memory and in the file. So each row has the
+        # same offset within a page in memory as in the file.
         stride = -(-(row_bytes + _PAGE) // _PAGE) * _PAGE if self._direct else row_bytes
         starts = np.arange(len(offsets)) * stride + (offsets % _PAGE if self._direct else 0)
         buffer = np.frombuffer(file.next_memory(len(offsets) * stride), np.uint8)
@@ -171,7 +175,7 @@ class ScatteredRows(RowBuffer):
     def _write(self) -> None:
         file, data, size, offsets = self._file, self.buffer.data, self._row_bytes, self._offsets
         if file.direct is None or not self._direct:
-            # All rows are contiguous in memory, so those that are also contiguous in the file need only one write.
+            # Here, all rows are contiguous in memory. So rows that are also contiguous in the file need only one write.
             breaks = [row for row in range(1, len(offsets)) if offsets[row] - offsets[row - 1] != size]
             for first, last in itertools.pairwise([0, *breaks, len(offsets)]):
                 file.write(file.descriptor, data[first * size : last * size], offsets[first])
@@ -186,16 +190,17 @@ class ScatteredRows(RowBuffer):
 
 
 def writes_directly(path: str, io: str) -> bool:
-    """Return whether rows are written to the file at `path` with direct I/O. `io` auto means: where that is fast."""
+    """Return whether to write rows to the file at `path` with direct I/O. If `io` is auto, do so on ext4 and XFS."""
     wanted = io == "direct" or (io == "auto" and file_system_type(path) in _DIRECT_FILE_SYSTEMS)
-    return wanted and hasattr(os, "O_DIRECT")  # macOS has no such flag.
+    return wanted and hasattr(os, "O_DIRECT")  # macOS has no O_DIRECT.
 
 
 def drop_partial_pages(path: str, io: str, descriptor: int, start: int) -> None:
-    """Drop the file's pages in the page cache, from byte `start` on, if rows were written with direct I/O.
+    """Drop the file's pages from the page cache, from byte `start` on, if rows were written with direct I/O.
 
-    These are the pages that still needed buffered writes. If one of them stayed in the cache, the kernel could not load
-    the 2 MiB around it into one large folio, from which rows can be copied faster (see `h5pack.read.mapping`).
+    The cache then holds the pages that needed buffered writes. If one of these pages stayed in the cache, the kernel
+    could not load the 2 MiB around it into one large folio, from which rows can be copied faster (see
+    `h5pack.read.mapping`).
     """
     if writes_directly(path, io):
         drop_pages(descriptor, start)
