@@ -1,10 +1,13 @@
 """Encoding of masks, and of images that cannot be stored unchanged, before rows are written; only used with `keep`.
 
-The offset of a row depends on the sizes of all earlier rows, so these images must be encoded first. Each worker appends
-encoded images to its own temporary file ``encoded-*.bin`` in the journal's folder, and a record of each task to its
-``encoded-*.log``. Then rows are copied from the ``.bin`` files in the pack's order, so the output is the same for any
-number of workers. A resumed conversion reads the records and compares the bytes with their checksums, as it does for
-rows.
+The offset of a row depends on the sizes of all earlier rows, so images must be encoded before the first row is written.
+Each worker appends encoded images and masks to its own temporary file ``encoded-*.bin`` in the journal's folder. After
+each task, it appends a record to a file ``encoded-*.log``. Later, rows are copied from the ``.bin`` files in the pack's
+order, so the output is the same for any number of workers. A resumed conversion compares the bytes in the ``.bin``
+files with the checksums in the records.
+
+If the source reads images in groups, such as the row groups of a Parquet file, the ``.bin`` files also get the JPEG
+files that are stored unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ _TASKS_PER_WORKER = 16
 
 @dataclass
 class EncodedRecord:
-    """The images that a task encoded, and those that it had to reject."""
+    """The images and masks that a task encoded, and the images that it rejected."""
 
     images: npt.NDArray[Any]  # (n,), dtype `ENCODED_IMAGE`
     reasons: dict[int, str] = field(default_factory=dict)  # why images were rejected, by catalog index
@@ -67,13 +70,13 @@ class EncodedRecord:
 class EncodeJob:
     """The parameters that all encoding tasks of one conversion share."""
 
-    journal: str
+    journal: str  # the journal's folder
     max_side: int | None
     quality: int
     max_pixels: int
     mask_dtypes: tuple[str, ...] = ()  # dtype of each field of masks
     durable: bool = False  # whether files must be flushed because other machines encode, too
-    token: str = field(default_factory=secrets.token_hex)  # see `WriteJob`
+    token: str = field(default_factory=secrets.token_hex)  # distinguishes equal jobs of two conversions
 
 
 @dataclass(frozen=True)
@@ -82,10 +85,11 @@ class EncodeTask:
 
     job: EncodeJob
     images: Images
-    kept: list[bool]  # whether the image's file is stored unchanged
-    read: list[bool]  # whether the image's bytes are put into a temporary file; else its file is copied later
+    kept: list[bool]  # for each image: whether its file is stored unchanged
+    read: list[bool]  # for each image: whether it is put into the temporary file; if not, its file is copied later
     sizes: list[tuple[int, int]]  # height and width of each image in the pack, when upright
-    check: SurveyTask | None  # in an array job: surveys the images again, because they may have changed meanwhile
+    # In an array job: a task that surveys the images again, because they may have changed since the survey; else None.
+    check: SurveyTask | None
 
     def __str__(self) -> str:
         return one_of(len(self.images.names), repr(self.images.names[0]))
@@ -111,7 +115,7 @@ def _data_path(journal: str) -> str:
 
 
 def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
-    """Encode a task's images into this worker's temporary file and journal them; return its path and the record."""
+    """Encode a task's images into this worker's temporary file; return the file's path and the journaled record."""
     worker = worker_for(task.job, _EncodeWorker)
     reader = shared()
     reader.begin(task.images.indices)
@@ -144,7 +148,7 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
 
 
 def _require_unchanged(task: EncodeTask) -> None:
-    """Raise ResumeError if an image has changed since the survey: all parts of an array job use this task's result."""
+    """In an array job, raise ResumeError if an image has changed since the survey: all parts will use the result."""
     changed = None if task.check is None else first_changed_of(task.check)
     if changed is not None:
         partial = task.job.journal.removesuffix(".journal")
@@ -161,7 +165,7 @@ def _encode(
 ) -> list[tuple[int, bytes, int, int]]:
     """Encode an image and its masks; return field number, data, height and width of each (see `ENCODED_IMAGE`).
 
-    An image whose file is copied only when rows are written is left out.
+    If the image's file is copied later, when rows are written, the result has only the masks.
     """
     index, name, decode_path, masks = image
     found: list[tuple[int, bytes, int, int]] = []
@@ -173,7 +177,7 @@ def _encode(
             if task.read[position]:
                 found.append((-1, source, 0, 0))
             if masks:
-                # If the file has an Exif orientation, its masks must be turned upright.
+                # The file may have an Exif orientation. Then its masks must be turned upright.
                 upright = upright_of(source) if decode_path == DecodePath.PILLOW else upright
         else:
             data, height, width = worker.encoder.encode(source, decode_path)
@@ -191,13 +195,14 @@ def encode_images(
 ) -> KeptPlan:
     """Encode a plan's masks, and images that cannot be stored unchanged; return the plan with the sizes of all files.
 
-    `advance` is called with the number of images already done, then with that of each finished task.
+    `advance` is first called with the number of images that an earlier run has encoded or rejected. Then it is called
+    after each task with the task's number of images.
     """
     plan = pack.plan
     assert isinstance(plan, KeptPlan)
     places, reasons = EncodedPlaces(len(plan.catalog), len(plan.catalog.pixel_fields)), {}
     in_parts, resumable = isinstance(executor, SharedResults), not plan.options.in_array_job
-    # The parts of an array job submit all tasks: their executor returns the saved results of those already done.
+    # In an array job, submit all tasks: if a task is already done, the executor returns its saved result.
     payloads = () if in_parts else pack.journal.payloads(_PREFIX)
     records = [(_data_path(str(path)), EncodedRecord.decode(payload)) for path, payload in payloads]
     for _, record in records:
@@ -226,7 +231,7 @@ def encode_images(
                 for index, reason in record.reasons.items():
                     refuse_reject(plan.source, plan.catalog.reject(index, reason), options, begun=True)
     finally:
-        # With one worker, this process did the work, and its lock on its journal file would block a resumed run.
+        # With one worker, this process encoded the images. A resumed run would wait until it unlocks its journal file.
         release()
     return plan.with_encoded(places, reasons)
 

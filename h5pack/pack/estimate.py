@@ -33,13 +33,13 @@ _MAX_SAMPLE = 4_096
 _SAMPLE_PART = 8
 _TASK_BYTES = 512 * 1024  # far above gzip's window of 32 KiB, so that compression is as fast as with whole chunks
 _MAX_TASK_IMAGES, _GROUP_BYTES = 256, 16 * 1024 * 1024
-_TIMED_IMAGES = 8  # how many images are timed with `keep`
-# Errors of single images, which are reported when rows are written.
+_TIMED_IMAGES = 8  # with `keep`, at most this many images are timed
+# Errors that concern single images. The estimate ignores them, because they are reported when rows are written.
 _ERRORS = (OSError, RejectedImageError, SourceError, MemoryError)
 # Times of writing and journaling rows, writing the tables, and the final flush; measured with rows of 3 and 116 KB.
 _WRITE_SECONDS_PER_ROW, _WRITE_SECONDS_PER_BYTE = 5e-6, 3e-10
 _TABLE_SECONDS_PER_ROW, _FLUSH_SECONDS = 5e-6, 0.1
-# Time that this process needs to receive compressed chunks from its workers and to store them.
+# Time that this process needs to receive compressed chunks from its workers and to store them, per uncompressed byte.
 _STORE_SECONDS_PER_BYTE = 3e-9
 # A fast disk is assumed, because the real one cannot be measured without writing to it.
 _DISK_BYTES_PER_SECOND = 1e9
@@ -61,9 +61,9 @@ class _SampleTask:
 def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) -> float:
     """Return an estimate of the seconds that a conversion takes after the survey.
 
-    At least two tasks of images per worker are decoded, and more until 0.3 s have passed or an eighth of all images is
-    decoded. With `compression`, the images are also compressed. With `keep`, this process reads a few images instead,
-    and encodes or decodes them.
+    The workers decode images: first up to two tasks per worker, then further tasks until 0.3 s have passed or an eighth
+    of all images is decoded. With `compression`, they also compress the images. With `keep`, this process reads
+    a few images instead. It encodes those that cannot be stored unchanged, and decodes the others.
     """
     table_seconds = _TABLE_SECONDS_PER_ROW * plan.rows + _FLUSH_SECONDS
     if isinstance(plan, KeptPlan):
@@ -85,7 +85,7 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
     timed = [times for is_first, *times in samples if not is_first] or [times for _, *times in samples]
     busy, waiting = np.array(timed).T
     # Use the mean of the CPU time, because images differ. Use the median of the waiting time, because other programs
-    # may delay a task by far more than it takes.
+    # may delay a single task by far more than the task itself takes.
     decoded = float(np.mean(busy) + np.median(waiting))
     written = _WRITE_SECONDS_PER_ROW + _WRITE_SECONDS_PER_BYTE * plan.row_bytes
     in_workers = (decoded + written) / num_workers
@@ -123,8 +123,8 @@ def _copy_seconds(plan: KeptPlan, num_workers: int) -> float:
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield one list of catalog indices per task, in random order.
 
-    Images that the source reads together, such as those of a chunk, are in one task: up to 256, or up to 16 MiB of
-    arrays if that is more.
+    Images that the source reads together, such as those of a chunk, are in the same task. At most 256 images of such a
+    group are used. If images are arrays, and 16 MiB hold more than 256 of them, 16 MiB are used.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)

@@ -1,12 +1,15 @@
 """The HDF5 structure around the pixels: chunks with addresses but without content, and all other datasets.
 
-The datasets beside the images (labels, fields, file names, splits, checksums, statistics, rejects) are called tables.
+The other datasets (labels, fields, file names, splits, checksums, statistics, rejects) are called tables. A field of
+pixels, such as masks, is no table if its dataset is chunked like the images.
 
-The structure is written twice, each time to a sparse file whose bytes outside the chunks are then copied into the
-output. HDF5 never opens the output for writing, because a process killed meanwhile would leave a file that HDF5 refuses
-to open. The first time, the structure is written for the planned rows, which determines the address of every chunk. The
-second time, it is written for the rows that were packed, with all tables, and completes the output.
-HDF5 allocates chunks in order, so the chunks that remain have the same addresses in both structures.
+The structure is written twice, each time to a sparse file. The bytes of this file that are outside of chunks are then
+copied into the output. HDF5 never opens the output for writing, because a process killed meanwhile would leave a file
+that HDF5 refuses to open.
+
+The first structure is written for the planned rows, and determines the address of every chunk. The second structure is
+written for the rows that were packed. It has all tables, and completes the output. HDF5 allocates chunks in order, so
+each chunk of the second structure has the same address as in the first.
 
 A compressed pack is written to a separate file, in which a chunk gets its address when its compressed size is known.
 """
@@ -41,7 +44,7 @@ from h5pack.sources.catalog import NameTable, Reject
 from h5pack.system.files import copy_changed, reserve
 
 _TABLE_CHUNK_BYTES = 262_144
-_MAX_COMPACT_BYTES = 32_768  # of a table; HDF5's limit for table and object header together is 64 KiB
+_MAX_COMPACT_BYTES = 32_768  # of a table in an object header; HDF5 limits the header with the table to 64 KiB
 _MIB = 1 << 20
 _MASK_FILES = 256  # masks that are copied at a time
 _HEAP_BYTES = 4_096  # the block that HDF5 allocates for axis labels
@@ -49,7 +52,7 @@ _HEAP_BYTES = 4_096  # the block that HDF5 allocates for axis labels
 
 @dataclass(frozen=True)
 class PixelRows:
-    """A field whose rows are pixels; its dataset has as many rows per chunk as the images."""
+    """A field whose rows are pixels. Its dataset has as many rows per chunk as the images dataset."""
 
     name: str
     kind: str  # value of the attribute `kind`
@@ -83,7 +86,7 @@ class EncodedMasks:
 
 @dataclass(frozen=True)
 class FileStructure:
-    """The shape, chunks and attributes of the images dataset and its file.
+    """The shape and chunks of the images dataset, and properties of its file.
 
     If the pack keeps JPEG files, the images dataset is `/encoded/data`, whose axis 0 counts bytes.
     """
@@ -109,7 +112,10 @@ class FileStructure:
         return tuple(self.chunk_rows * math.prod(shape) * np.dtype(dtype).itemsize for _, shape, dtype in self.datasets)
 
     def row_offsets(self, addresses: Addresses, edges: npt.NDArray[np.int64] | None) -> tuple[RowOffsets, ...]:
-        """Return the byte offsets of the rows of each dataset; `edges` are the boundaries of encoded rows, or None."""
+        """Return the byte offsets of the rows of each dataset in `datasets`.
+
+        `edges`, int64 (N + 1,), has the boundaries of encoded rows (see `ConvertPlan.offsets`); None for pixels.
+        """
         if edges is None:
             return tuple(
                 RowOffsets(some, self.chunk_rows, size // self.chunk_rows)
@@ -132,7 +138,8 @@ def plan_metadata(chunks: int, structure: FileStructure, names_bytes: int, datas
     `names_bytes` is the size of the names of classes and splits. `datasets` is the number of datasets of labels and
     fields; a ragged field has two.
     """
-    # Per chunk, HDF5 2.0 needs 65 bytes in a B-tree, 16.5 in an extensible array of filtered chunks, and else 8.2.
+    # Per chunk, HDF5 2.0 needs 65 bytes in a B-tree (with `compat`), 16.5 bytes in an extensible array of compressed
+    # chunks, and 8.2 bytes in one of uncompressed chunks.
     per_chunk = 67 if structure.compat else 20 if structure.compression else 9
     texts = sum(len(value.encode()) for value in structure.attributes.values())
     chunks *= 1 + len(structure.fields)
@@ -151,7 +158,7 @@ class PackTables:
     checksums: npt.NDArray[np.uint32]  # (N,): CRC-32 of each image row
     statistics: dict[str, Any]  # mean, std: float64 (C,), 0 to 1; rows, step, split: the sampled rows
     rejects: list[Reject] = field(default_factory=list)
-    encoded: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # offsets and sizes of encoded images, by path
+    encoded: dict[str, npt.NDArray[Any]] = field(default_factory=dict)  # tables of encoded images, by dataset path
     encoded_masks: Sequence[EncodedMasks] = ()
     pixel_checksums: tuple[npt.NDArray[np.uint32], ...] = ()  # `checksums` of each field in `FileStructure.fields`
 
@@ -170,8 +177,9 @@ def write_structure(
 ) -> Addresses:
     """Write a file without pixels; return the byte offset of each chunk. Without `tables`, mark the file as incomplete.
 
-    If there are fields, each dataset first gets chunks for `planned_rows` rows, the number before images were rejected,
-    and is then shortened to `rows`. So the chunks of the next datasets keep their addresses.
+    If `structure` has fields, each dataset first gets chunks for `planned_rows` rows, the number before images were
+    rejected. Then it is shortened to `rows` rows. So the chunks of the next dataset have the same addresses as if no
+    image had been rejected.
     """
     path.unlink(missing_ok=True)
     with create_file(path, structure) as file:
@@ -202,7 +210,7 @@ def table_bytes(tables: PackTables) -> int:
 
 
 def copy_structure(path: Path, target: int, addresses: Addresses, structure: FileStructure) -> None:
-    """Copy the file of `write_structure`, without its chunks, to the descriptor `target`, and delete the file."""
+    """Copy the file that `write_structure` wrote, except its chunks, to descriptor `target`; then delete the file."""
     source = os.open(path, os.O_RDONLY)
     sizes = np.repeat(structure.all_chunk_bytes, [len(some) for some in addresses])
     starts = np.concatenate(addresses)
@@ -222,7 +230,7 @@ def copy_structure(path: Path, target: int, addresses: Addresses, structure: Fil
 def write_compressed(
     path: Path, structure: FileStructure, rows: int, tables: PackTables, chunks: Iterable[bytes]
 ) -> None:
-    """Write a compressed pack from its `chunks`, one dataset after another; raises as `write_structure`."""
+    """Write a compressed pack. `chunks` yields the chunks of its first dataset, then those of the next one, etc."""
     with create_file(path, structure) as file:
         reserve(path, 0, structure.metadata_bytes)
         datasets = _create_datasets(file, structure, rows, structure.compression)
@@ -260,9 +268,10 @@ def describe_file(file: h5py.File, structure: FileStructure, tables: PackTables 
 
 @contextlib.contextmanager
 def create_file(path: Path, structure: FileStructure) -> Iterator[h5py.File]:
-    """Create an empty file without time stamps, so that the same content always produces the same bytes.
+    """Create an HDF5 file, and close it at the end. It has no time stamps, so equal content gives equal bytes.
 
-    After an OSError or RuntimeError, the file is deleted. An errno in HDF5's message becomes that of an OSError.
+    If an OSError or RuntimeError occurs while the file is open, the file is deleted. If HDF5's message contains an
+    errno, an OSError with that errno is raised instead.
     """
     create = h5py.h5p.create(h5py.h5p.FILE_CREATE)
     create.set_obj_track_times(False)
@@ -272,8 +281,8 @@ def create_file(path: Path, structure: FileStructure) -> Iterator[h5py.File]:
     access.set_alignment(schema.ALIGNMENT_THRESHOLD_BYTES, schema.ALIGNMENT_BYTES)
     if structure.metadata_bytes:
         # Without this block, parts of the chunk index would lie between chunks, and the distance between chunks would
-        # vary. HDF5 allocates axis labels, which encoded images lack, in 4 KiB after the block. So the block is 4 KiB
-        # smaller, and the chunks start at a whole MiB.
+        # vary. After the block, HDF5 allocates 4 KiB for axis labels. So make the block 4 KiB smaller, and the chunks
+        # start at a whole MiB. Encoded images have no axis labels.
         access.set_meta_block_size(structure.metadata_block_bytes - (_HEAP_BYTES if structure.row_shape else 0))
     access.set_fclose_degree(h5py.h5f.CLOSE_STRONG)
     # No other process opens this file, and HDF5's file locking fails on some network file systems.
@@ -291,7 +300,7 @@ def create_file(path: Path, structure: FileStructure) -> Iterator[h5py.File]:
 
 
 def require_group(parent: h5py.Group, name: str) -> h5py.Group:
-    """Return a group that is created if necessary, without the time stamp that h5py's own method may store."""
+    """Return a group. If it does not exist, create it without a time stamp, which h5py's own method may store."""
     if name and name not in parent:
         create = h5py.h5p.create(h5py.h5p.GROUP_CREATE)
         create.set_obj_track_times(False)
@@ -315,7 +324,7 @@ def _create_datasets(
 def _create_chunked(
     file: h5py.File, name: str, chunks: tuple[int, ...], dtype: str, compression: Compression | None
 ) -> h5py.Dataset:
-    """Create a dataset without rows. Unless it is compressed, its chunks are allocated as soon as it has rows."""
+    """Create a dataset without rows. If `compression` is None, its chunks are allocated as soon as it gets rows."""
     create = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     create.set_chunk(chunks)
     create.set_obj_track_times(False)
@@ -341,7 +350,7 @@ def _allocated(dataset: h5py.Dataset, rows: int) -> h5py.Dataset:
     dataset.attrs[schema.RDCC_NBYTES] = np.int64(cache.nbytes)
     dataset.attrs[schema.RDCC_NSLOTS] = np.int64(cache.nslots)
     dataset.attrs[schema.RDCC_W0] = np.float64(cache.w0)
-    # Allocate the chunks last, because the axis labels (`describe_dataset`) take 4 KiB that must not lie behind them.
+    # Allocate the chunks last, because they must lie behind the 4 KiB of the axis labels (see `describe_dataset`).
     dataset.resize(rows, 0)
     return dataset
 
@@ -446,7 +455,7 @@ def _write_masks(file: h5py.File, masks: EncodedMasks) -> None:
 
 
 def _create_small(group: h5py.Group, name: str, values: npt.NDArray[Any]) -> None:
-    """Write a table; if small, into the metadata (compact layout), because it is read whenever the file is opened."""
+    """Write a table that is read whenever the file is opened: if it is small, into the metadata (compact layout)."""
     if values.nbytes > _MAX_COMPACT_BYTES:
         group.create_dataset(name, data=values)
         return
@@ -458,12 +467,15 @@ def _create_small(group: h5py.Group, name: str, values: npt.NDArray[Any]) -> Non
 
 
 def _create_names(file: h5py.File, path: str, names: Sequence[str] | NameTable) -> None:
-    """Write names as fixed-length strings with gzip: 20,000 are read in 0.9 ms; variable length would take 12.5 ms."""
+    """Write names as strings of a fixed length with gzip.
+
+    Reading 20,000 names takes 0.9 ms. If their length were variable, it would take 12.5 ms.
+    """
     width = max(1, max((len(encode_text(name)) for name in names), default=1))
     rows = max(1, min(len(names), _TABLE_CHUNK_BYTES // width))
     kind = h5py.string_dtype("utf-8", width)
     table = file.create_dataset(path, (len(names),), kind, chunks=(rows,), compression="gzip", compression_opts=6)
-    # Write chunk by chunk to save memory, because one long name makes every string of an array as long.
+    # Write chunk by chunk to save memory: all strings of a NumPy array take as much memory as the longest one.
     remaining = iter(names)
     for start in range(0, len(names), rows):
         table[start : start + rows] = utf8(list(itertools.islice(remaining, rows)), minimum=width)

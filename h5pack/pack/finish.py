@@ -41,12 +41,15 @@ _COPY_BYTES = 8 * 1024 * 1024
 
 def _require_free(output: Output, overwrite: bool) -> None:
     if not overwrite and output.final.exists():
-        problem = "was created by another program; to replace it, run again with resume=True and overwrite=True"
-        raise OutputExistsError.at(output.final, problem, "resume=True", "overwrite=True")
+        problem = (
+            "was created by another program; to replace it, run again with overwrite=True and resume=True (in an array "
+            "job, with overwrite=True and finish=True)"
+        )
+        raise OutputExistsError.at(output.final, problem, "overwrite=True", "resume=True", "finish=True")
 
 
 def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
-    """Return the moves as (target, origin, number of consecutive rows), ascending by target; see `move_rows`."""
+    """Return the moves that `move_rows` makes: (target row, origin row, number of rows), ascending by target."""
     targets = np.flatnonzero(origins != np.arange(len(origins)))
     edges = consecutive_runs(targets, origins[targets])
     firsts = edges[:-1]
@@ -55,7 +58,10 @@ def moved_runs(origins: npt.NDArray[np.int64]) -> list[tuple[int, int, int]]:
 
 
 def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
-    """Move planned rows to their final positions, in ascending order; `origins` comes from `close_holes`."""
+    """Move planned rows to their final positions, in ascending order.
+
+    `origins`, int64 (N,), has the planned row of each final position (see `close_holes`).
+    """
     # Encoded rows never move, because images that cannot be packed are known before the first row is written.
     descriptor = pack.lock.descriptor
     for row_offsets, (target, origin, count) in itertools.product(pack.all_offsets, moved_runs(origins)):
@@ -74,9 +80,10 @@ def move_rows(pack: UnfinishedPack, origins: npt.NDArray[np.int64]) -> None:
 
 
 def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[np.int64], wrong: Sequence[int]) -> None:
-    """Redo the moves of rows that an interrupted run did not complete; `wrong` are final positions, ascending.
+    """Redo the moves of rows that an interrupted run did not complete.
 
-    A row whose bytes no longer exist in the file, for example after a power cut, is decoded or read again.
+    `wrong` has the final positions, ascending, at which the bytes are not those of the row. A row whose bytes no longer
+    exist in the file, for example after a power cut, is decoded or read again.
     """
     plan, descriptor = pack.plan, pack.lock.descriptor
     decoder = SampleDecoder(plan.pixels, plan.pixel_rows)
@@ -94,7 +101,7 @@ def repair_rows(pack: UnfinishedPack, written: RowRecord, origins: npt.NDArray[n
 
 
 def _decoded(plan: ConvertPlan, decoder: SampleDecoder, row: int) -> list[bytes]:
-    """Decode the image of a planned row, its masks and further images again."""
+    """Decode the image of a planned row, its masks and further images again; return the bytes of each."""
     (image,) = Images.of(plan, plan.row_order.origins[row : row + 1])
     pixels = np.empty(plan.row_shape, np.uint8)
     fields = [np.empty(one.row_shape, one.dtype) for one in plan.pixel_rows]
@@ -104,14 +111,17 @@ def _decoded(plan: ConvertPlan, decoder: SampleDecoder, row: int) -> list[bytes]
 
 
 def _kept(pack: UnfinishedPack, row: int, size: int) -> bytes:
-    """Read the kept file of a planned row again."""
+    """Return the bytes of a planned row, read again from the image's file or from the temporary files."""
     plan, index = pack.plan, int(pack.plan.row_order.origins[row])
     (encoded,) = plan.encoded_files(np.array([index]))
     return kept_bytes(plan.catalog.reader, index, plan.catalog.names[index], size, encoded)
 
 
 def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> PackTables:
-    """Return the data of all tables. The rows in the file must have the order `final`, because some are read here."""
+    """Return the data of all tables. The rows in the file must have the order `final`.
+
+    Some of these rows are read for the channel statistics.
+    """
     plan, catalog = pack.plan, pack.plan.catalog
     origins, starts = plan.row_order.origins[final.origins], final.split_starts.tolist()
     return PackTables(
@@ -168,7 +178,7 @@ def compress(
     def chunks() -> Iterator[bytes]:
         resumable = not pack.plan.options.in_array_job
         for rows, stored in run(executor, compress_rows, tasks, max_in_flight, ordered=True, resumable=resumable):
-            advance(rows)  # Nothing below the last `yield` would run.
+            advance(rows)  # Do this first, because no code would run after the last `yield`.
             yield stored
 
     complete_compressed(pack, tables, chunks(), executor)
@@ -177,7 +187,7 @@ def compress(
 def complete_compressed(pack: Unfinished, tables: PackTables, chunks: Iterable[bytes], executor: Executor) -> None:
     """Write a compressed file from its chunks (see `write_compressed`), flush it, and replace ``OUT.partial`` by it."""
     path = pack.output.compressed
-    # Start the workers before HDF5 has a file open, because forked workers would inherit it.
+    # Start the workers before HDF5 opens a file, because forked workers would inherit the open file.
     executor.submit(os.getpid).result()
     # Start with a new file, because HDF5 refuses to reopen one that it failed to close, for example on a full disk.
     pack.own_lock.create(path)
@@ -201,7 +211,7 @@ def _clear(descriptor: int, start: int, stop: int) -> None:
 
 
 Expected = tuple[str, tuple[int, ...], dict[tuple[int, int], int]]
-"""A dataset's path and shape, and checksums of its first, middle and last sample by (start, stop) along axis 0."""
+"""A dataset's path and shape, and the checksums of the first, middle and last sample, by (start, stop) along axis 0."""
 
 
 def _expected(pack: Unfinished, tables: PackTables) -> list[Expected]:
@@ -217,7 +227,10 @@ def _expected(pack: Unfinished, tables: PackTables) -> list[Expected]:
 def require_sound(
     path: Path, expected: Sequence[Expected], addresses: Addresses | None, compression: Compression | None = None
 ) -> None:
-    """Raise H5PackError unless a pack is complete and as `expected`; None as `addresses` accepts any."""
+    """Raise H5PackError if a pack is not complete, or does not have the content `expected`.
+
+    Also raise it if chunks do not have the given `addresses`. If `addresses` is None, do not check addresses.
+    """
     if compression is not None:
         require_filter(compression)
     try:
@@ -234,7 +247,7 @@ def require_sound(
     if not sound:
         problem = (
             "the file does not contain the written data; check the disk, then run again with "
-            "resume=True, or with finish=True if this run had it"
+            "resume=True (in an array job, with finish=True)"
         )
         raise H5PackError.at(path, problem, "resume=True", "finish=True")
 
@@ -253,7 +266,7 @@ def _is_sound_dataset(file: h5py.File, expected: Expected, addresses: npt.NDArra
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether ``OUT.partial``, at `path`, is complete. If so, compressed or virtual files need only renaming."""
+    """Return whether ``OUT.partial``, at `path`, is complete. If so, a compressed or virtual file is only renamed."""
     try:
         with h5py.File(path, "r", locking=False) as file:
             return int(file.attrs[schema.COMPLETE]) == 1
@@ -263,7 +276,10 @@ def is_complete(path: Path) -> bool:
 
 
 def shards_of(file: Path, out: Path) -> set[Path]:
-    """Return the paths of the shards of `file`: the output of a conversion to `out`, or its ``OUT.partial``."""
+    """Return the paths of the shards of `file`, which is the output of a conversion to `out`, or its ``OUT.partial``.
+
+    The set is empty if the file has no shards or does not exist.
+    """
     try:
         with h5py.File(file, "r", locking=False) as opened:
             images = opened.get(schema.IMAGES, opened.get(schema.ENCODED_DATA))
@@ -279,7 +295,7 @@ def shards_of(file: Path, out: Path) -> set[Path]:
 
 
 def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence[Reject]) -> None:
-    """Write or remove ``OUT.rejects.csv``, rename ``OUT.partial`` to the output, and remove the journal."""
+    """Write or remove ``OUT.rejects.csv``, rename ``OUT.partial`` to the output, and remove the temporary files."""
     old = output.old_status()
     lock.share()
     _require_free(output, overwrite)
@@ -299,6 +315,6 @@ def publish(output: Output, lock: OutputLock, overwrite: bool, rejects: Sequence
     if old is not None:
         copy_permissions(old, lock.descriptor)
     sync_path(output.final.parent)
-    # After renaming, the lock no longer keeps other conversions out, and one of them may own the journal.
+    # After the renaming, the lock no longer excludes other conversions. One may have begun, with a journal of its own.
     if output.journal_identity() == journal:
         output.remove_leftovers()
