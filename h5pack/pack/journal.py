@@ -2,7 +2,8 @@
 
 The folder ``OUT.partial.journal/`` contains
 
-- ``plan.json``: the options and properties that must be equal in a resumed run (see `h5pack.pack.resume`);
+- ``plan.json``: the options and properties that must be equal in a resumed run (see `h5pack.pack.resume`), and whether
+  the run has `overwrite`;
 - ``prints.bin``: fingerprints of the source's images, by which a resumed run notices changes;
 - ``rows-*.log``, one file per worker. The worker appends a record after it has written rows. A record consists of a
   magic number, a length, a CRC-32 and a payload. A kill can truncate the last record; a resumed run ignores that record
@@ -11,9 +12,9 @@ The folder ``OUT.partial.journal/`` contains
 - ``written.bin``: the checksums and rejects of all rows, saved once every row is written or rejected. From then on,
   rows may be moved.
 
-A record means that a row was passed to the kernel, not that it reached the disk. So a resumed run reads every listed
-row, and writes those with a wrong checksum again. It reads them from the disk: after a failed fsync, the page cache may
-still hold rows that did not reach the disk, even if the next fsync succeeds.
+A record means that rows were passed to the kernel, not that they reached the disk. So a resumed run reads every row
+that a record lists, and writes rows with a wrong checksum again. It reads them from the disk: after a failed fsync, the
+page cache may still hold rows that did not reach the disk, even if the next fsync succeeds.
 
 Before there is a plan, `SurveyJournal` keeps the results of a long survey in the file ``OUT.partial.survey``.
 
@@ -21,7 +22,7 @@ Before there is a plan, `SurveyJournal` keeps the results of a long survey in th
 before a task ends. Locks may not reach other machines, so a writer marks the beginning and the end of each task in its
 file (see `Journal.has_late_writers`). If the last mark of a writer is a beginning, the writer may still write, even
 long after it was given up. Until rows move, such late writes do no harm, because another writer has written the same
-bytes at the same offsets.
+bytes at the same offsets. With `finish`, rows are not read again, because all of them were flushed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from h5pack.system.files import is_locked, lock, open_locked, read_all, sync_pat
 # Magic number of a record. Give it another value if the layout of payloads changes: records of the earlier layout are
 # then ignored.
 _MAGIC = 0x4B503552
-# Magic number of a record that marks the beginning or the end of a task; its payload is one of the following.
+# Magic number of a record that marks the beginning or the end of a task; its payload is `_BEGUN` or `_ENDED`.
 _MARK = 0x4B50354D
 _BEGUN, _ENDED = b"begun", b"ended"
 _PREFIX = struct.Struct("<III")
@@ -64,7 +65,10 @@ _ROWS = "rows"
 
 @dataclass
 class RowRecord:
-    """The results of writing some rows. Planned rows are row numbers before the gaps of rejected images are closed."""
+    """The results of writing some rows. The checksums of rejected images are 0.
+
+    Planned rows are row numbers before the gaps that rejected images leave are closed.
+    """
 
     rows: npt.NDArray[np.int64]  # (n,): the planned rows, ascending
     packed: npt.NDArray[np.bool_]  # (n,): False if the image was rejected
@@ -123,14 +127,17 @@ class EncodedFile(NamedTuple):
     """Location of an encoded image or mask: in a temporary file of `h5pack.pack.encode`, or in a pack to combine."""
 
     path: str
-    offset: int
-    checksum: int
+    offset: int  # in bytes
+    checksum: int  # CRC-32
     dataset: str | None = None  # path in the pack; None for a temporary file
     row: int = 0  # row of that dataset
 
 
 def read_encoded(encoded: EncodedFile, size: int) -> bytes:
-    """Return an encoded image or mask; raise DamagedRowsError (in a pack) or ResumeError if its checksum differs."""
+    """Return the `size` bytes of an encoded image or mask.
+
+    If they do not match the checksum, raises DamagedRowsError for a pack, and ResumeError for a temporary file.
+    """
     path, dataset, row = encoded.path, encoded.dataset, encoded.row
     with open(path, "rb") as stream:
         found = read_all(stream.fileno(), size, encoded.offset)
@@ -189,10 +196,10 @@ class RowResults:
 
 
 class JournalWriter:
-    """A writer that appends records to a new file ``prefix-*.log`` in `folder`, which it keeps locked until closed.
+    """A writer that appends records to a new file ``prefix-*.log`` in `folder`. The file is locked until it is closed.
 
     A `durable` writer, for several machines, marks tasks with `begin` and `end` instead of locking its file. If `path`
-    is given, the writer appends to that file, which an earlier task created.
+    is given, the writer creates no file, but appends to the file at `path`, which an earlier task created.
     """
 
     def __init__(self, folder: str, prefix: str = _ROWS, *, durable: bool = False, path: str | None = None) -> None:
@@ -221,7 +228,7 @@ class JournalWriter:
     def _append(self, magic: int, payload: bytes) -> None:
         data = _framed(magic, payload)
         if os.write(self._descriptor, data) < len(data):
-            # Reading stops at an incomplete record, so nothing more can be appended to this file.
+            # Reading stops at an incomplete record, so records that follow it in this file would be lost.
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
@@ -246,7 +253,7 @@ class Journal:
         sync_path(self.folder)
 
     def start_together(self, plan: dict[str, Any], fingerprints: npt.NDArray[np.uint64], temporary: Path) -> None:
-        """Create a new journal at `temporary` and rename it, unless another process was first."""
+        """Create a new journal at `temporary`, and rename it, unless another process has created the journal first."""
         Journal(temporary).start(plan, fingerprints)
         self._empty_without_plan()
         try:
@@ -259,9 +266,9 @@ class Journal:
         sync_path(self.folder.parent)
 
     def _empty_without_plan(self) -> None:
-        """Remove the files of a journal that has no plan, because a run was killed while it removed the journal."""
+        """Remove the files of a journal without a plan: a run was killed while it removed this journal."""
         try:
-            # Another process may put its own journal in this place meanwhile, so remove only files of this folder.
+            # Another process may put its own journal in this place meanwhile. So remove only files of this folder.
             folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             return
@@ -334,12 +341,13 @@ class Journal:
 class SurveyJournal:
     """The file ``OUT.partial.survey``, from which a resumed run continues an interrupted survey. A context manager.
 
-    The first record is `identity`, which says what the results belong to. The file is created once the survey has taken
-    10 seconds, with all results so far. It is removed when the journal of rows begins, or when the run ends, unless the
-    run was interrupted or its error recommends resuming. Without `resume`, an earlier file is removed at the start.
+    The first record is `identity`: the source, options and software to which the results belong. The file is created
+    once the survey has taken 10 seconds, with all results so far. It is removed when the journal of rows begins, and at
+    the end of the run. It is not removed if the run is interrupted, or ends with an error that recommends resuming.
+    Without `resume`, an earlier file is removed at the start.
 
-    The file only saves time: records after damage, or of another survey, are ignored, and the survey continues without
-    the file if it cannot be written or another conversion is writing it.
+    The file only saves time. Records after a damaged one, and records of another survey, are ignored. If the file
+    cannot be written, or another conversion is writing it, the survey continues without it.
     """
 
     def __init__(self, path: Path, identity: dict[str, Any], *, resume: bool) -> None:
@@ -398,7 +406,7 @@ class SurveyJournal:
             if os.write(self._descriptor, data) == len(data):
                 self._waiting.clear()
                 return
-        # Reading stops at an incomplete record, so nothing more can be appended.
+        # Reading stops at an incomplete record, so records that follow it would be lost.
         self._given_up = True
 
     def _open(self) -> bool:
@@ -411,7 +419,7 @@ class SurveyJournal:
 
 
 def _written_head(payload: bytes) -> bytes:
-    # Leave out the length, which may exceed 32 bits for hundreds of millions of rows.
+    # Unlike `_PREFIX`, this has no length: with hundreds of millions of rows, it may not fit into 32 bits.
     return _WRITTEN.pack(_MAGIC, zlib.crc32(payload))
 
 
@@ -438,6 +446,9 @@ def _wait_for_writer(path: Path) -> None:
     deadline = time.monotonic() + _WAIT_SECONDS
     while is_locked(path):
         if time.monotonic() > deadline:
-            problem = "a worker of the interrupted run is still writing to it; stop it, then run again with resume=True"
+            problem = (
+                "a worker of the interrupted run is still writing to this file; stop this worker, then run again with "
+                "resume=True"
+            )
             raise OutputBusyError.at(path, problem, "resume=True")
         time.sleep(0.02)

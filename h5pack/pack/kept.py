@@ -1,7 +1,7 @@
 """The plan of a conversion that keeps JPEG files: rows are the bytes of files, and differ in length.
 
-JPEG files are stored unchanged unless they are larger than `max_side`; all other images are encoded before rows are
-written (`h5pack.pack.encode`). Until then, the plan estimates their sizes.
+JPEG files are stored unchanged if neither side exceeds `max_side`. All other images are encoded before rows are written
+(see `h5pack.pack.encode`). Until then, the plan estimates their sizes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from h5pack.system.parameters import invalid
 from h5pack.system.text import format_bytes
 
 _MIN_CHUNKS = 256
-# Typical of masks, and of photos with quality 90; only used for estimates.
+# Typical sizes of masks as PNG files, and of photos as JPEG files with quality 90; only used for estimates.
 _BYTES_PER_PIXEL, _BYTES_PER_MASK_PIXEL, _HEADER_BYTES = 0.25, 0.03, 700
 
 
@@ -40,7 +40,7 @@ ENCODED_IMAGE = np.dtype(
     ]
 )  # fmt: skip
 """An encoded image or mask: catalog index, number of the field of masks (-1: the image), offset and size in bytes in a
-temporary file, CRC-32, and height and width when upright (0: as in the source)."""
+temporary file, CRC-32, and height and width when upright (0: as in the survey, for an image that is not encoded)."""
 
 
 class EncodedPlaces:
@@ -77,8 +77,8 @@ class KeptPlan(ConvertPlan):
     widths: npt.NDArray[np.int32]
     jpeg_bytes: npt.NDArray[np.int64]  # (M,): size of each image's file in the pack; an estimate until it is encoded
     fits: npt.NDArray[np.bool_]  # (M,): whether the file is stored unchanged
-    # (M,): whether the image is put into a temporary file before rows are written, because it must be encoded or the
-    # source is read by groups
+    # (M,): whether the image is put into a temporary file before rows are written, because it must be encoded, or
+    # because the source reads images in groups
     needs_encoding: npt.NDArray[np.bool_]
     places: EncodedPlaces | None = None  # None before images are encoded
 
@@ -91,8 +91,8 @@ class KeptPlan(ConvertPlan):
     def shard_edges(self) -> list[int]:
         """Return the first row of each shard, then the total number of rows.
 
-        The sizes of masks, and of images to encode, are estimates. A shard has at least one image, even if that exceeds
-        `shard_bytes`. Raises OptionsError if `shard_bytes` has no room for any image.
+        The sizes of masks, and of images to encode, are estimates. A shard has at least one image, even if this image
+        alone exceeds `shard_bytes`. Raises OptionsError if `shard_bytes` has no room for any image.
         """
         size = self.options.shard_bytes
         if size is None:
@@ -107,16 +107,19 @@ class KeptPlan(ConvertPlan):
 
     @property
     def to_encode(self) -> npt.NDArray[np.bool_]:
-        """See `ConvertPlan`; with masks, all images that become rows are included."""
+        """Which images are put into temporary files before rows are written, bool (M,).
+
+        If images have masks, these are all images that become rows, because their masks are encoded.
+        """
         return self.has_row if self.catalog.pixel_fields else self.needs_encoding
 
     @property
     def pixel_rows(self) -> tuple[PixelRows, ...]:
-        """See `ConvertPlan`; empty, because masks are stored as PNG files."""
+        """The fields whose datasets are chunked like the images: none, because masks are stored as PNG files."""
         return ()
 
     def mask_tables(self) -> list[EncodedMasks]:
-        """See `ConvertPlan`."""
+        """Return the fields of masks, which are stored as PNG files; none before the masks are encoded."""
         if self.places is None:
             return []
         return [
@@ -176,7 +179,10 @@ class KeptPlan(ConvertPlan):
 
     @property
     def needed_bytes(self) -> int:
-        """See `ConvertPlan`; the estimated sizes of the temporary files with encoded images and masks are added."""
+        """The disk space in bytes that the conversion needs while it runs, including the temporary files.
+
+        The sizes of images and masks that are not encoded yet are estimates.
+        """
         return super().needed_bytes + int(self.jpeg_bytes[self.needs_encoding].sum()) + self._mask_bytes
 
     @property
@@ -192,7 +198,11 @@ class KeptPlan(ConvertPlan):
         return super()._tables_bytes() + 16 * (self.rows + 1) + offsets + self._mask_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """See `ConvertPlan`. `shape` has only the number of images; `encoded_bytes` is the size of the pack's JPEGs."""
+        """Return the plan as a JSON-serializable dict with the keys of `ConvertPlan.to_json`, and `encoded_bytes`.
+
+        `shape` has only the number of images, and `chunk_rows` is None. `encoded_bytes` is the size of all JPEG files
+        in the pack. It is an estimate until images are encoded.
+        """
         own = {"shape": [self.rows], "chunk_rows": None, "encoded_bytes": int(self.offsets[-1])}
         return {**super().to_json(), **own}
 
@@ -217,7 +227,7 @@ def make_kept_plan(source: str, catalog: Catalog, survey: Survey, options: Conve
     for index in np.flatnonzero(sides > max_side).tolist():
         heights[index], widths[index] = fitted_size(int(heights[index]), int(widths[index]), options.max_side)
     pixels = heights.astype(np.int64) * widths
-    # Readers of packs refuse larger images, whatever `max_pixels` is.
+    # Readers of packs refuse images with more pixels than `MAX_PIXELS`, even if `max_pixels` allows them.
     for index in np.flatnonzero(pixels > MAX_PIXELS).tolist():
         bomb = f"decompression bomb: {heights[index]}x{widths[index]} is more than {MAX_PIXELS} pixels"
         survey.reasons.setdefault(index, bomb)

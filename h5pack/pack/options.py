@@ -33,7 +33,7 @@ LAYOUTS = ("nhwc", "nchw")
 START_METHODS = (None, "fork", "forkserver", "spawn")
 MODES = ("rgb", "gray")
 ORDERS = ("shuffled", "sorted")
-FITS = {"crop": "cropped to the center", "pad": "padded with black", "stretch": "stretched"}  # and their text
+FITS = {"crop": "cropped to the center", "pad": "padded with black", "stretch": "stretched"}  # values, texts in plans
 IO = ("auto", "direct", "buffered")
 KEEP = ("jpeg",)
 RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
@@ -54,7 +54,7 @@ _EXCLUSIVE = (
     (("shard_bytes", "part"), ", because the parts of an array job write one file"),
     (("shard_bytes", "finish"), ", because the parts of an array job write one file"),
 )
-# Options, and the option without which they cannot be used.
+# Options that can only be given together with another option, and this other option.
 _DEPENDENT = ((("draft", "fit", "resample"), "size"), (("max_side", "quality"), "keep"), (("val_groups",), "val"))
 
 
@@ -209,7 +209,10 @@ class ConvertOptions:
 
     @property
     def start_over_advice(self) -> str:
-        """The end of messages that advise to change the source: an array job has saved what it found there before."""
+        """The end of messages that advise to change the source; "" if this run is not in an array job.
+
+        An array job must start over after such a change, because it has saved what it found in the source.
+        """
         return ", then delete all of OUT.partial* and run all parts again" if self.in_array_job else ""
 
     @property
@@ -229,7 +232,7 @@ class ConvertOptions:
 
     @property
     def group_field(self) -> str | None:
-        """The name of the field `val_groups` in the pack; the option itself may be a dataset's path, as in `fields`."""
+        """The field by which `val` groups images: its name in the pack. `val_groups` may be the path of a dataset."""
         paths = [name.strip("/") for name in self.fields]
         name = self.val_groups
         return field_name(name.strip("/")) if name is not None and name.strip("/") in paths else name
@@ -253,7 +256,8 @@ class ConvertOptions:
         # Store `source_kind` as "source", as packs and journals of version 0.1 do.
         values = {"source": values.pop("source_kind"), **values}
         values["compression"] = NONE if self.filter is None else self.filter.name
-        # Leave out later options at their defaults, so that packs made without them store the same text as before.
+        # Leave out options of later versions if they have their defaults. So the text stored in packs without these
+        # options remains the same.
         for name in _LATER:
             if values[name] == getattr(ConvertOptions, name):
                 del values[name]
@@ -266,14 +270,14 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
         problem = "draft=True cannot be used for images with masks or further images; leave out draft=True"
         raise OptionsError.at(source, problem, "draft=True")
     if options.keep is not None and any(one.kind == schema.IMAGE for one in catalog.pixel_fields):
-        # In an HDF5 file, further images are found without `image_columns`.
+        # In an HDF5 file, further images are found without `image_columns`. Then only keep='jpeg' can be left out.
         parameters = (f"keep={options.keep!r}", *(("image_columns",) if options.image_columns else ()))
         problem = f"{parameters[0]} cannot store further images of a sample; leave out {' or '.join(parameters)}"
         raise OptionsError.at(source, problem, *parameters)
     if options.val is not None:
         training_split(source, catalog, options.val)  # Raises OptionsError if no split can be divided.
     if options.group_field is not None:
-        # The catalog of a Python dataset has no fields before the survey; the options name those that it will have.
+        # The catalog of a map-style dataset has no fields before the survey. The options name its later fields.
         of_samples = (*options.fields, *options.box_columns, *options.keypoint_columns)
         require_field(source, catalog, options.group_field, of_samples if catalog.reader.has_labels else catalog.fields)
 
@@ -303,7 +307,9 @@ def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:
     else:
         pair = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(pair) != 2 or any(isinstance(one, bool) or not isinstance(one, Integral) or one <= 0 for one in pair):
-        problem = " is neither height and width in pixels, such as 218x178, nor one number for a square"
+        problem = (
+            " is neither a positive height and width in pixels, such as 218x178, nor one positive number for a square"
+        )
         raise invalid("size", size, problem)
     return int(pair[0]), int(pair[1])
 
@@ -325,7 +331,7 @@ def parse_part(part: str | Sequence[int]) -> tuple[int, int]:
     except (TypeError, ValueError):
         raise invalid("part", part, " is not NUMBER/COUNT, such as 3/16") from None
     if not 1 <= number <= count:
-        raise invalid("part", part, "; its number must be from 1 to the number of parts")
+        raise invalid("part", part, " is not valid; in NUMBER/COUNT, NUMBER must be from 1 to COUNT")
     return number, count
 
 
@@ -342,7 +348,7 @@ def parse_bytes(size: int | str, name: str = "chunk_bytes") -> int:
 
 
 def refuse_reject(source: str, reject: Reject, options: ConvertOptions, *, begun: bool) -> None:
-    """Raise RejectedImageError, as ``strict=True`` requires; `begun` says whether encoding or writing has begun."""
+    """Raise RejectedImageError, as ``strict=True`` requires. `begun`: whether encoding or writing has begun."""
     advice = f"{options.start_over_advice}, or run again without strict=True to leave it out"
     parameters: tuple[str, ...] = ("strict=True",)
     if begun and not options.in_array_job:
@@ -357,7 +363,7 @@ def lacks_labels(command: Sequence[str]) -> bool:
 
 
 def copy_name(source: str) -> str:
-    """Return the name that printed commands give to the file made of `source`."""
+    """Return a name for the output of a printed command that converts `source`. It differs from the source's name."""
     return "repacked.h5" if os.path.basename(source) == "packed.h5" else "packed.h5"
 
 

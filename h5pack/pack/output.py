@@ -36,7 +36,8 @@ from h5pack.system.text import counted, format_bytes
 
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
-_MAX_ENDING_BYTES = 40  # upper bound of what a temporary file's name adds to the output's, with a shard's number
+# Upper bound of the bytes by which the names of temporary files, including a shard's number, exceed the output's name.
+_MAX_ENDING_BYTES = 40
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,9 @@ class Output:
         return self.final.with_name(self.final.name + ending)
 
     def check(self, options: ConvertOptions, *, resumable: bool = True) -> None:
-        """Raise if the conversion could not finish, because of its folder, its name or a file that is in the way.
+        """Raise an error if the output's folder, its name or an existing file would keep the conversion from finishing.
 
-        Unless `resumable`, errors recommend starting over.
+        If `resumable` is False, errors recommend to start over instead of resuming.
         """
         require_writable(self.final.parent)
         max_bytes = max_name_bytes(self.final.parent)
@@ -149,13 +150,19 @@ class Output:
         return OutputExistsError.at(path, f"belongs to an unfinished run; {advice}", *parameters)
 
     def require_not_begun(self, lock: OutputLock, options: ConvertOptions, *, resumable: bool = True) -> None:
-        """Raise OutputExistsError if a run was interrupted since `check`, unless it may be discarded or continued."""
+        """Raise OutputExistsError if another run was interrupted after `check`.
+
+        Do not raise it with `overwrite`, `resume`, `part` or `finish`, which discard or continue that run.
+        """
         # `lock` holds `partial`, which is empty if no other run has begun.
         if not options.overwrite and not options.continues and os.fstat(lock.descriptor).st_size:
             raise self._unfinished_error(options, resumable)
 
     def require_space(self, needed: int, *, resumable: bool = True) -> None:
-        """Raise NoSpaceError unless `needed` bytes are free or already occupied by the unfinished files."""
+        """Raise NoSpaceError if the disk has too little room for `needed` bytes.
+
+        Space that the unfinished files of this conversion already occupy counts as free.
+        """
         held = 0
         shards = (path for path in self.shards.rglob("*") if path.is_file())
         for path in (self.partial, self.compressed, *self.journal.glob("*.bin"), *shards):
@@ -208,7 +215,7 @@ class Output:
         # Remove `parts` before the journal. If a kill left only `parts`, the next run would conclude that an array job
         # is still surveying images.
         shutil.rmtree(self.parts, ignore_errors=True)
-        # Remove the plan first, so that a journal that is removed only in part cannot be taken for an unfinished one.
+        # Remove the plan first: a journal that is removed only in part then cannot look like that of an unfinished run.
         with contextlib.suppress(OSError):
             (self.journal / "plan.json").unlink()
         shutil.rmtree(self.journal, ignore_errors=True)
@@ -218,7 +225,7 @@ class Output:
         self.new.unlink(missing_ok=True)
 
     def remove_emptied(self) -> None:
-        """Remove folders that `remove_leftovers` could not, because a worker had files open in them.
+        """Remove folders that `remove_leftovers` could not remove, because a worker had files open in them.
 
         NFS and FUSE keep a removed file under another name until it is closed.
         """
@@ -241,7 +248,9 @@ class OwnerFile:
     def __init__(self, output: Output) -> None:
         self.path = output.owner
         self._token = secrets.token_hex(8)
-        self.took_over = False  # whether an owner elsewhere, which may only have been silent, was replaced
+        # Whether this process replaced an owner that it could not see, such as one on another machine. That owner may
+        # still be running.
+        self.took_over = False
         own = self.path.with_name(f"{self.path.name}-{self._token}")
         self._write(own)
         try:
@@ -250,7 +259,7 @@ class OwnerFile:
             except FileExistsError:
                 _require_stale(output, own)
                 before = _owner_of(self.path)
-                # `took_over` is also true if the replaced owner had itself replaced an owner elsewhere.
+                # `took_over` is also true if it was true for the replaced owner.
                 self.took_over = not _sees_processes_of(before) or bool(before.get("took_over"))
                 self._write(own)
                 os.replace(own, self.path)
@@ -273,7 +282,7 @@ class OwnerFile:
                 os.utime(self.path)
 
     def confirm(self) -> None:
-        """Raise OutputBusyError if another process has taken the file over."""
+        """Raise OutputBusyError if another process has taken the file over, or has removed it."""
         if _owner_of(self.path).get("token") != self._token:
             problem = "another process has taken over this conversion; wait until it has finished"
             raise OutputBusyError.at(self.path, problem)
@@ -311,7 +320,7 @@ def _process_namespace() -> str | None:
 
 
 def _sees_processes_of(owner: dict[str, Any]) -> bool:
-    """Return whether this process would see the owner's process in /proc if it is running."""
+    """Return whether this process sees the owner's process in /proc if the owner is still running."""
     return owner.get("namespace") is not None and owner["namespace"] == _process_namespace()
 
 
@@ -324,7 +333,11 @@ def _owner_of(path: Path) -> dict[str, Any]:
 
 
 def _require_stale(output: Output, probe: Path) -> None:
-    """Raise OutputBusyError unless the owner has ended or is silent; `probe` is a new file, whose mtime is now."""
+    """Raise OutputBusyError if the owner is still running.
+
+    If this process cannot see the owner's process, the owner counts as running if its file was updated within the last
+    minute. `probe` is a file that was just created, so its mtime is the present time of the file system.
+    """
     owner = _owner_of(output.owner)
     try:
         silent_seconds = probe.stat().st_mtime - output.owner.stat().st_mtime
@@ -369,7 +382,7 @@ class OutputLock:
         self.replace(self._new)
 
     def create(self, path: Path) -> None:
-        """Create an empty file, which is to replace ``OUT.partial``, with the permissions of the output."""
+        """Create an empty file, which will replace ``OUT.partial``, with the permissions that the output will have."""
         path.unlink(missing_ok=True)
         os.close(_create(path, self._old_status()))
 
@@ -387,7 +400,7 @@ class OutputLock:
 
     @property
     def took_over(self) -> bool:
-        """Whether an owner elsewhere (see `OwnerFile`), which may still have the file open, was replaced."""
+        """Whether an owner that may still have the file open was replaced; see `OwnerFile.took_over`."""
         return self._owner is not None and self._owner.took_over
 
     def isolate(self) -> None:
@@ -421,7 +434,7 @@ class OutputLock:
         lock(self.descriptor, shared=True, wait=True)
 
     def close(self) -> None:
-        """Release the lock, and remove the file if nothing was written to it."""
+        """Release the lock, and remove the file if it is empty."""
         with contextlib.suppress(OSError):
             status = os.fstat(self.descriptor)
             if status.st_size == 0 and os.path.samestat(status, os.stat(self._path)):
@@ -470,10 +483,10 @@ class PartFile:
 
 
 def _create(path: Path, status: os.stat_result | None) -> int:
-    """Create an empty file with the permissions in `status`, by default the usual ones, and return its descriptor."""
+    """Create an empty file with the permissions in `status` (None: the default ones), and return its descriptor."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666 if status is None else 0o600)
     if status is not None:
-        # A resumed run must be able to open the file.
+        # Allow the owner to read and write the file, because a resumed run must be able to open it.
         copy_permissions(status, descriptor, writable=True)
     return descriptor
 
