@@ -1,7 +1,7 @@
 """Read, decode and cache filtered (for example, compressed) chunks, and join chunks that hold only parts of rows.
 
-A decoded chunk is cached because later batches of the same shuffle window need its other rows. Chunks are read from the
-engine's own file, or from the source files of its virtual datasets.
+Decoded chunks are cached because later batches of the same shuffle window need other rows of these chunks. Chunks are
+read from the file of an `Engine`, or from the source files of its virtual datasets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from h5pack.system.files import max_open_files
 DECODED_BYTES = 192 * 1024 * 1024
 """Default capacity of the cache: 48 chunks of 4 MiB, which are three shuffle windows of the default 16 chunks."""
 _SPARSE_FACTOR = 4
-"""If fewer than 1/4 of the rows of an unfiltered chunk are requested, HDF5 reads only these, which is cheaper."""
+"""If fewer than 1/4 of the rows of an unfiltered chunk are requested, only these rows are read, by the HDF5 library.
+
+This is cheaper than reading the whole chunk.
+"""
 _MAX_FILES = 256
 """Maximum number of source files kept open. Each may use two descriptors, one of them inside the HDF5 library."""
 
@@ -42,7 +45,7 @@ class _CacheState:
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        # A lock that another thread holds during a fork would stay locked in the child, so each process makes its own.
+        # A lock that another thread holds during a fork would stay locked in the child, so each process creates a lock.
         self.lock = threading.Lock()
         self.chunks: OrderedDict[Hashable, npt.NDArray[np.uint8]] = OrderedDict()
         self.bytes = 0
@@ -58,7 +61,7 @@ class DecodedChunks:
     def _own_state(self) -> _CacheState:
         state = self._state
         if state.process != os.getpid():
-            # Assign a complete new state at once, so that no other thread sees a partly initialized one.
+            # Assign a complete new state at once, so that no other thread sees a partly initialized state.
             state = self._state = _CacheState()
         return state
 
@@ -74,9 +77,10 @@ class DecodedChunks:
         return key in self._own_state().chunks
 
     def get(self, key: Hashable, decode: Callable[[], npt.NDArray[np.uint8]], *, keep: bool) -> npt.NDArray[np.uint8]:
-        """Return the chunk cached under `key`, or else the result of `decode`, cached if `keep` is true and it fits.
+        """Return the chunk cached under `key`. If there is none, call `decode` and return the result.
 
-        Two threads may decode the same chunk at once, which wastes time, but is correct.
+        The result is cached if `keep` is true and the result is not larger than `capacity`. Two threads may decode the
+        same chunk at once, which wastes time, but is correct.
         """
         state = self._own_state()
         with state.lock:
@@ -96,9 +100,9 @@ class DecodedChunks:
         return found
 
     def move(self, key: Hashable, out: npt.NDArray[np.uint8]) -> bool:
-        """Fill `out` with the first bytes of the chunk cached under `key`, and cache `out` in its place.
+        """Fill `out` with the first bytes of the chunk cached under `key`, and cache `out` instead of that chunk.
 
-        Return False if no chunk is cached under `key`.
+        If no chunk is cached under `key`, do nothing and return False.
         """
         state = self._own_state()
         with state.lock:
@@ -119,11 +123,14 @@ class DecodedChunks:
 
 
 class ChunkRows(NamedTuple):
-    """Rows of one chunk. `size` and `calls` are 0 if the chunk was cached."""
+    """Rows of one chunk, or of one range of a virtual dataset (see `VirtualIndex`).
+
+    `size` and `calls` are 0 if the chunk was cached or has no allocated storage.
+    """
 
     values: npt.NDArray[np.uint8]  # 1-D: the bytes of whole rows, one after the other; may be read-only
     positions: npt.NDArray[np.int64]  # the index of each requested row among the rows in `values`
-    size: int  # bytes read from the file
+    size: int  # number of bytes read from the file
     calls: int  # number of system calls or HDF5 library calls; reading several chunks to join them counts as one
 
 
@@ -137,7 +144,7 @@ class ChunkDecoder:
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
         """Return the decoded chunk that contains all `rows`, int64 (n,), or these rows alone if that is cheaper.
 
-        The dataset must have a codec. If `keep` is true, the decoded chunk is cached.
+        `index.codec` must not be None. If `keep` is true, a decoded chunk is cached if it fits into the cache.
         """
         assert index.codec is not None
         chunk = int(rows[0]) // index.chunk_rows
@@ -156,11 +163,17 @@ class ChunkDecoder:
         return ChunkRows(values, rows - chunk * index.chunk_rows, size, int(size > 0))
 
     def move(self, index: ChunkIndex, chunk: int, out: npt.NDArray[np.uint8]) -> bool:
-        """Call `DecodedChunks.move` for chunk number `chunk`."""
+        """Copy chunk number `chunk` from the cache to `out`; return False if it is not cached.
+
+        `out` then replaces the chunk in the cache (see `DecodedChunks.move`).
+        """
         return self.cache.move((self.storage.path, index.name, chunk), out)
 
     def _load(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Return all rows of chunk number `chunk` along axis 0; the last chunk may end with undefined bytes."""
+        """Return the bytes of all rows of chunk number `chunk`, counted along axis 0.
+
+        The last chunk may extend past the last row of the dataset. The bytes past that row are undefined, or left out.
+        """
         first = chunk * index.chunk_rows
         stop = min(index.rows, first + index.chunk_rows)
         if (index.sizes[chunk] < 0).any():
@@ -173,7 +186,10 @@ class ChunkDecoder:
         return self._assemble(index, chunk)
 
     def _assemble(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Return all rows of chunk number `chunk` along axis 0, joined from the chunks that hold parts of the rows."""
+        """Return the same as `_load`, joined from all chunks at position `chunk` along axis 0.
+
+        Each of these chunks holds a part of every one of these rows.
+        """
         assert index.chunk_shape is not None
         # Labels of shape (N, 1) have an index of shape (N,), but their chunks still have two axes.
         row_shape, inner = index.row_shape or (1,), index.chunk_shape[1:]
@@ -204,7 +220,8 @@ class ChunkDecoder:
         encoded = MallocBuffer(size)
         self.storage.read_into(np.asarray(encoded), offset, lambda _: where)
         try:
-            # A decoder may write beyond its buffer if the data is damaged, so check the data before decoding it.
+            # If the data is damaged, a decoder may write past the end of its buffer. So compare the data with the
+            # checksum, if there is one, before decoding.
             if index.stored_checksums is not None and crc32(np.asarray(encoded)) != index.stored_checksums[chunk]:
                 raise ValueError("the chunk does not match its checksum")
             return index.codec.decode(encoded, mask, is_checked=index.stored_checksums is not None)
@@ -224,7 +241,7 @@ class ChunkDecoder:
 class DecodedDataset:
     """All rows of a dataset that is not virtual, decoded and in one array in memory, so that one call copies a batch.
 
-    A chunk moves from the cache to the array at the first call of `ready` for its rows.
+    The method `ready` moves chunks from the cache to the array.
 
     Attributes
     ----------
@@ -238,9 +255,10 @@ class DecodedDataset:
         self._moved = np.zeros(-(-index.rows // index.chunk_rows), bool)
 
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Move rows ``first[i]`` to ``last[i]``, int64 (n,), from the cache to `array`, up to the first missing chunk.
+        """Move the chunks that contain rows ``first[i]`` to ``last[i]``, int64 (n,), from the cache to `array`.
 
-        Return whether all are there. If not, call `ChunkDecoder.rows_in_chunk` with ``keep=True``, and try again.
+        Return True if `array` now contains all these rows. Stop and return False at the first chunk that is neither in
+        `array` nor in the cache. `ChunkDecoder.rows_in_chunk` with ``keep=True`` decodes and caches such a chunk.
         """
         chunks = all_between(self.index.chunks_of(first), self.index.chunks_of(last))
         return all(self._move(chunk) for chunk in chunks[~self._moved[chunks]].tolist())
@@ -259,7 +277,7 @@ class DecodedDataset:
 class SourceFiles:
     """The source files of virtual datasets, opened on their first read; `own` reads the engine's own file.
 
-    At most `max_open` stay open. The one that was opened first is closed first.
+    At most `max_open` source files stay open. The file that was opened first is closed first.
     """
 
     def __init__(self, own: ChunkDecoder) -> None:
@@ -297,25 +315,31 @@ class SourceFiles:
         return found
 
     def storage(self, index: ChunkIndex, source_id: int | None) -> Storage:
-        """Return the storage of a source's file; `source_id` is None for the dataset's own file."""
+        """Return the storage of a source's file.
+
+        `source_id` is an index in `VirtualIndex.sources`, or None for the dataset's own file.
+        """
         file = index.sources[source_id].file if isinstance(index, VirtualIndex) and source_id is not None else None
         return self.decoder(file).storage
 
     def check_unchanged(self, index: ChunkIndex) -> None:
-        """Raise PackChangedError if a source file of a dataset was replaced since the dataset was indexed."""
+        """Raise PackChangedError if one of `index.files` was replaced, rewritten or removed since it was indexed."""
         for file in index.files:
             file.identity.require(file.path)
 
     def check_unchanged_throttled(self, index: ChunkIndex) -> None:
-        """Call `check_unchanged` at most once per second. The HDF5 library would not notice replaced source files."""
+        """Call `check_unchanged`, at most once per second for each dataset.
+
+        The HDF5 library itself would not notice that a source file was replaced.
+        """
         if index.files and time.monotonic() - self._checked.get(index.name, 0.0) > CHECK_SECONDS:
             self.check_unchanged(index)
             self._checked[index.name] = time.monotonic()
 
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
-        """Return rows like `ChunkDecoder.rows_in_chunk`, also if the dataset is virtual or has no codec.
+        """Return rows like `ChunkDecoder.rows_in_chunk`, but the dataset may be virtual, or have no codec.
 
-        The rows of a virtual dataset must be in one of its ranges (see `VirtualIndex`).
+        If the dataset is virtual, all `rows` must be in the same range (see `VirtualIndex`).
         """
         ((file, source, there),) = index.split_by_source(rows)
         decoder = self.decoder(file)
@@ -331,7 +355,10 @@ class SourceFiles:
         return ChunkRows(values.reshape(-1), np.arange(len(rows)), size, calls)
 
     def prefetch(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> None:
-        """Start reading the chunks that hold `rows`, int64 (n,), into the page cache, unless HDF5 must read them."""
+        """Start reading `rows`, int64 (n,), into the page cache, without waiting.
+
+        Rows in filtered chunks are read as whole chunks. Rows that only the HDF5 library can read are skipped.
+        """
         for file, source, there in index.split_by_source(rows):
             if source.codec is not None:
                 numbers = source.chunks_of(there)

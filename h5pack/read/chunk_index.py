@@ -33,7 +33,7 @@ from h5pack.system.arrays import consecutive_runs
 from h5pack.system.properties import cached_property
 
 _MAX_GROUP_ROWS = 4_096
-"""Maximum number of rows that are read together from a contiguous dataset, so that shuffle windows stay small."""
+"""Maximum number of rows in a chunk group of a contiguous dataset, so that shuffle windows stay small."""
 _LISTS_CHUNKS = hasattr(h5py.h5d.DatasetID, "chunk_iter")
 _COUNTS_USER_BLOCK = (1, 14, 4)
 """First HDF5 version whose chunk offsets count from the start of the file. In earlier versions they count from the end
@@ -45,8 +45,9 @@ class ChunkIndex:
     """The locations of a dataset's rows in its file. Rows are entries along axis 0.
 
     The arrays `addresses`, `sizes` and `filter_masks` are those of a `ChunkTable`. They are empty if `library_reason`
-    is not None. `sizes` and `filter_masks` are used only with a codec. A size of -1 marks a chunk that must be read
-    through the HDF5 library, because the file does not say whether it was filtered.
+    is not None, or if the dataset has no bytes. `sizes` and `filter_masks` are also empty if `codec` is None. A size of
+    -1 marks a chunk that must be read through the HDF5 library, because the file does not say whether the chunk was
+    filtered.
     """
 
     name: str
@@ -55,10 +56,13 @@ class ChunkIndex:
     chunk_rows: int  # number of rows in a chunk; a contiguous dataset counts as one chunk
     group_rows: int  # rows in a chunk group, which is read together: a chunk, or up to 4 MiB of a contiguous dataset
     addresses: npt.NDArray[np.int64]
-    fill: bytes = b""  # one row of fill values in stored byte order; empty if every chunk has allocated storage
+    # One row of fill values in stored byte order. Empty if every chunk has allocated storage, or if `library_reason` is
+    # not None.
+    fill: bytes = b""
     library_reason: str | None = None  # why all rows are read through the HDF5 library; None if they are not
     is_encoded: bool = False  # whether rows are encoded images
-    codec: Codec | None = None  # decoder of chunks that are filtered or hold parts of rows; None if there is none
+    # Decoder of chunks that are filtered or hold only parts of rows. None if h5pack itself reads no such chunks.
+    codec: Codec | None = None
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     filter_masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     stored_checksums: npt.NDArray[np.uint32] | None = None  # (chunks,): CRC-32 of each chunk's stored bytes, if known
@@ -88,12 +92,19 @@ class ChunkIndex:
 
     @property
     def complete(self) -> bool:
-        """Whether every row has allocated storage, so that no row consists of fill values."""
+        """Whether every row has allocated storage, so that no row consists of fill values.
+
+        True, but meaningless, if `library_reason` is not None, or if rows are encoded images.
+        """
         return not self.fill
 
     @cached_property
     def raw(self) -> bool:
-        """Whether rows are stored unfiltered and contiguously, so that one direct read can fetch a row."""
+        """Whether one direct read can fetch any row that has allocated storage.
+
+        This requires that the bytes of each row are unfiltered and contiguous in the file, and that h5pack can read
+        them without the HDF5 library.
+        """
         return self.library_reason is None and self.codec is None
 
     @cached_property
@@ -103,12 +114,15 @@ class ChunkIndex:
 
     @property
     def library_text(self) -> str | None:
-        """Why this dataset, or, if virtual, a source of it, is read through the HDF5 library; None if neither is."""
+        """Why rows are read through the HDF5 library; None if h5pack reads all rows directly.
+
+        For a virtual dataset, this is the reason of the first source whose rows are read through the library.
+        """
         return self.library_reason
 
     @property
     def decoding_bytes(self) -> int:
-        """Memory in bytes that reading and decoding one chunk needs at most; 0 if h5pack itself decodes no chunk."""
+        """Maximum memory in bytes for reading and decoding one chunk; 0 if h5pack itself decodes no chunk."""
         if self.codec is None:
             return 0
         # Three buffers: the stored chunk, the decoded chunk, and the rows joined from several chunks.
@@ -138,7 +152,10 @@ class ChunkIndex:
         return min(self.chunk_rows, self.rows - row // self.chunk_rows * self.chunk_rows)
 
     def offsets_of(self, rows: npt.NDArray[np.int64], chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the byte offset of each row of a `raw` dataset, given the rows' chunk numbers; -1 if not stored."""
+        """Return the byte offset of each row of a `raw` dataset, int64 (n,); -1 for a row without allocated storage.
+
+        `chunks` must be ``chunks_of(rows)``.
+        """
         starts = self.addresses[chunks]
         offsets = starts + (rows - chunks * self.chunk_rows) * self.row_bytes
         if not self.complete:
@@ -156,15 +173,19 @@ class ChunkIndex:
     def split_by_source(
         self, rows: npt.NDArray[np.int64]
     ) -> Iterator[tuple[SourceFile | None, ChunkIndex, npt.NDArray[np.int64]]]:
-        """Split `rows` into runs of one source; for each, yield the source's (file, index, row numbers in the source).
+        """Split `rows` into runs whose rows are stored in the same source.
 
-        The file is None for the dataset's own file.
+        For each run, yield (file, index, numbers): the source's file and index, and the numbers that the rows of the
+        run have in the source, int64 (n,). A dataset that is not virtual is its own source, and the file is None.
         """
         yield None, self, rows
 
     def ranges(self, start: int, stop: int) -> RowRanges:
-        """Split rows `start` to `stop` - 1 by source, and rows with allocated storage also by chunk group."""
-        # Rows without allocated storage are never read, so they can form a single range.
+        """Split rows `start` to `stop` - 1 into ranges. The rows of a range are in one source and one chunk group.
+
+        However, rows of a source that `is_empty` are not split by chunk group.
+        """
+        # If no row has allocated storage, rows are never read, so they can form a single range.
         step = self.rows if self.is_empty else self.group_rows
         firsts = np.append(start, np.arange((start // step + 1) * step, stop, step))
         zeros = np.zeros(len(firsts), np.int64)
@@ -176,7 +197,10 @@ class ChunkIndex:
         return self.fill
 
     def describe(self, rows: npt.NDArray[np.int64], position: int) -> str:
-        """Return a name for the run of consecutive rows that starts at ``rows[position]``, for error messages."""
+        """Return the dataset's name and the numbers of the consecutive rows that begin at ``rows[position]``.
+
+        This is for error messages. For example, "'images' rows 4-7".
+        """
         count = int(consecutive_runs(rows[position:])[1])
         first, last = int(rows[position]), int(rows[position + count - 1])
         return f"{self.name!r} row {first}" if first == last else f"{self.name!r} rows {first}-{last}"
@@ -195,16 +219,18 @@ class RowRanges:
     """Consecutive rows, split as `ChunkIndex.ranges` does. All arrays have the shape (ranges,)."""
 
     firsts: npt.NDArray[np.int64]  # first row of each range
-    source_ids: npt.NDArray[np.int64]  # index of each range's source
+    source_ids: npt.NDArray[np.int64]  # index of each range's source in `VirtualIndex.sources`; 0 if not virtual
     shifts: npt.NDArray[np.int64]  # for each range, a row's number in the source minus its number in this dataset
-    addresses: npt.NDArray[np.int64]  # byte offset of each range's first row; -1 if not stored, or not read directly
+    # Byte offset of each range's first row. -1 if the range has no allocated storage or cannot be read directly.
+    addresses: npt.NDArray[np.int64]
 
 
 def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkIndex:
-    """Return the index of a numeric dataset; check the locations of its chunks unless HDF5 must read all rows.
+    """Return the index of a numeric dataset. If h5pack can read rows directly, also check the locations of the chunks.
 
-    `dataset` was opened as `name` in `file`, but may belong to another file if `name` is a link. Raises PackFormatError
-    if a filter's decoder is missing, or if chunks extend past the end of the file, overlap, or are off the chunk grid.
+    `dataset` was opened as `name` in `file`. If an external link in this name leads to another file, `dataset` belongs
+    to that file. Raises PackFormatError if a filter's decoder is missing, or if the chunk index is damaged: for
+    example, chunks extend past the end of the file, overlap, or are off the chunk grid.
     """
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     chunk_rows = dataset.chunks[0] if dataset.chunks else max(1, dataset.shape[0])
@@ -230,8 +256,8 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
             stored = table.sizes.copy()
             stored_checksums = _stored_checksums(file, name, table)
             if codec.steps:
-                # Writers may leave edge chunks unfiltered although their mask is 0 (H5Pset_chunk_opts). If the size of
-                # an edge chunk is that of a decoded chunk, it is unknown whether it was filtered, so HDF5 must read it.
+                # Writers may leave edge chunks unfiltered although their mask is 0 (H5Pset_chunk_opts). If an edge
+                # chunk has the size of a decoded chunk, it is unknown whether it was filtered. So HDF5 must read it.
                 at_edge = _reaches_past_edge(dataset).reshape(stored.shape)
                 table.sizes[at_edge & (stored == codec.size) & (table.filter_masks == 0)] = -1
         _require_inside(dataset, name, table.addresses, stored)
@@ -255,7 +281,10 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
 
 
 def index_checksums(file: h5py.File, name: str, rows: int) -> dict[str, ChunkIndex]:
-    """Return {path: index} of the dataset that holds the row checksums of `name`; {} unless their number is `rows`."""
+    """Return {path: index} of the dataset that holds the row checksums of `name`.
+
+    Return {} if there is no such dataset, or if the number of checksums is not `rows`.
+    """
     path = schema.checksums_path(name)
     found = find_item(file, path)
     fits = isinstance(found, h5py.Dataset) and found.shape == (rows,) and found.dtype.kind == "u"
@@ -263,7 +292,11 @@ def index_checksums(file: h5py.File, name: str, rows: int) -> dict[str, ChunkInd
 
 
 def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDArray[np.uint32] | None:
-    """Return the checksums of the stored chunks; None if there are none, or if another program rewrote the chunks."""
+    """Return the checksums of the stored chunks; None if there are none, or if they do not belong to these chunks.
+
+    If another program rewrote the chunks, their number or their total size usually differs from the number of
+    checksums, or from the total size that is stored with the checksums.
+    """
     found = find_item(file, f"{schema.CHUNK_CHECKSUMS}/{name}")
     if not isinstance(found, h5py.Dataset) or found.shape != table.sizes.shape or found.dtype != np.uint32:
         return None
@@ -274,7 +307,10 @@ def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDAr
 
 
 def contiguous_group_rows(rows: int, row_bytes: int) -> int:
-    """Return the number of rows per chunk group of a dataset without chunks: as in `plan_chunks`, but at most 4,096."""
+    """Return the number of rows per chunk group of a dataset without chunks.
+
+    It is the number of rows per chunk that `plan_chunks` chooses by default, but at most 4,096.
+    """
     return min(_MAX_GROUP_ROWS, plan_chunks(max(1, rows), max(1, row_bytes)).rows)
 
 
@@ -314,7 +350,8 @@ def _read_table(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkTable
 
 def _contiguous_table(dataset: h5py.Dataset) -> ChunkTable:
     offset = dataset.id.get_offset()
-    # Without allocated storage, the offset may be the size of the user block instead of None, so check the status, too.
+    # If there is no allocated storage, the offset may be the size of the user block instead of None. So check the
+    # allocation status, too.
     absent = offset is None or dataset.id.get_space_status() == h5py.h5d.SPACE_STATUS_NOT_ALLOCATED
     size = math.prod(dataset.shape) * dataset.dtype.itemsize
     return ChunkTable(np.array([-1 if absent else offset]), np.array([size]), np.zeros(1, np.uint32))

@@ -1,4 +1,4 @@
-"""Decoders for HDF5 filters. They can run in parallel threads, because they hold neither HDF5's lock nor the GIL.
+"""Decoders for HDF5 filters. Threads can decode in parallel, because decoders hold neither HDF5's lock nor the GIL.
 
 Filter plugins, which HDF5 loads as shared libraries, are called through the same C interface (`H5Z_func_t` of
 H5Zpublic.h) that HDF5 uses, but from several threads at once. The package hdf5plugin provides the plugins.
@@ -30,10 +30,11 @@ _free: Any = libc_function("free", None, ctypes.c_void_p)
 
 
 class MallocBuffer:
-    """A buffer allocated by malloc, which filter plugins require because they may free or replace it.
+    """A buffer allocated by malloc. Filter plugins require such a buffer, because they may free or replace it.
 
-    ``np.asarray(buffer)`` is the memory, uint8 (size,), which is freed with the last array that uses it. The buffer
-    takes ownership of the malloc memory at `address`, or allocates new memory if that is None.
+    ``np.asarray(buffer)`` is an array of the memory, uint8 (size,). The memory is freed when neither the buffer nor
+    such an array is in use. If `address` is not None, the buffer takes ownership of the malloc memory at this address.
+    Otherwise, it allocates new memory.
     """
 
     def __init__(self, size: int, address: int | None = None) -> None:
@@ -47,7 +48,10 @@ class MallocBuffer:
             _free(self.address)
 
     def release(self) -> int:
-        """Return the address of the memory, which the caller now owns and must free. No array may use the memory."""
+        """Return the address of the memory, which the caller now owns and must free.
+
+        Arrays of the memory that were created before must not be used any more.
+        """
         address, self.address = self.address, None
         assert address is not None
         return address
@@ -71,8 +75,9 @@ class Codec:
     def decode(self, encoded: MallocBuffer, mask: int, *, is_checked: bool = False) -> Bytes:
         """Decode a chunk to uint8 (size,), possibly read-only; raise ValueError if that fails.
 
-        `encoded` must not be used afterwards. Bit i of `mask` is set if filter i was not applied to this chunk. A chunk
-        that matched its checksum (`is_checked`) needs no check of the sizes in it, which takes 6% of the time.
+        `encoded` must not be used afterwards. Bit i of `mask` is set if filter i was not applied to this chunk. If
+        `is_checked` is true, the chunk has matched its checksum. So the sizes that its header contains are correct, and
+        are not checked. This saves 6% of the time.
         """
         data: MallocBuffer | Bytes = encoded
         for position in reversed(range(len(self.steps))):
@@ -90,7 +95,10 @@ class Codec:
         return decoded
 
     def _size_before(self, position: int, mask: int) -> int | None:
-        """Return a chunk's size before filter `position` encoded it; None if an earlier filter compressed it."""
+        """Return the size of a chunk in bytes before filter number `position` encoded it.
+
+        Return None if the size is unknown, because a filter with a smaller number may have compressed the chunk.
+        """
         applied = [step.number for number, step in enumerate(self.steps[:position]) if not mask >> number & 1]
         if not {*applied} <= {FilterId.SHUFFLE, FilterId.FLETCHER32}:
             return None
@@ -103,7 +111,8 @@ def find_codec(found: tuple[Filter, ...], size: int) -> Codec:
         if item.number not in _DECODERS and not is_plugin(item.number):
             raise UnsupportedFilterError(f"its chunks pass through filter {item.number} ({item.name or 'unnamed'})")
         if item.number == FilterId.LZF and _imagecodecs() is None:
-            raise UnsupportedFilterError("its chunks pass through lzf; the decoder is missing: pip install imagecodecs")
+            problem = "its chunks pass through lzf, whose decoder is missing (pip install imagecodecs)"
+            raise UnsupportedFilterError(problem)
     return Codec(found, size)
 
 
@@ -176,7 +185,7 @@ def fletcher32(data: Bytes) -> tuple[int, int]:
     odd, the last byte is the high byte of a final word. A nonzero sum that is divisible by 65535 gives 65535, not 0,
     because H5_checksum_fletcher32 in HDF5's src/H5checksum.c folds carries back instead of dividing.
     """
-    # Zeros before the first word change neither sum, so begin with as many as complete the first block.
+    # Put zeros before the first word to fill up the first block. They change neither sum.
     blocks = -(-len(data) // (2 * _FLETCHER_WORDS))
     padded = np.zeros(blocks * 2 * _FLETCHER_WORDS, np.uint8)
     stop = len(padded) - len(data) % 2
@@ -184,7 +193,8 @@ def fletcher32(data: Bytes) -> tuple[int, int]:
     weights = np.stack([np.ones(_FLETCHER_WORDS), np.arange(_FLETCHER_WORDS, 0, -1)], axis=1)
     sums = padded.view(">u2").reshape(blocks, _FLETCHER_WORDS).astype(np.float64) @ weights
     plain, weighted = sums.astype(np.int64).T
-    # `weights` count the words up to the end of a block. A full weight also counts the words of all later blocks.
+    # A word's weight in `weights` is the number of words from it to the end of its block. The weight n - i also counts
+    # the words of all later blocks, of which there are `behind`.
     behind = np.arange(blocks)[::-1] * _FLETCHER_WORDS % 65_535
     return _folded(int(plain.sum())), _folded(int((weighted + plain % 65_535 * behind).sum()))
 
@@ -215,7 +225,10 @@ _BITSHUFFLE_WIDTH, _BITSHUFFLE_COMPRESSOR = 2, 4
 _BITSHUFFLE_ELEMENTS = 8
 """Bitshuffle transposes the bits of this many elements at a time."""
 _BITSHUFFLE_WITH_HEADER = (2, 3)
-"""Parameter values that select LZ4 and Zstd, whose chunks begin with a header. Other values mean no compression."""
+"""Values of the compressor parameter that select LZ4 and Zstd. Their chunks begin with a header.
+
+Other values select no compression, and the chunks have no header.
+"""
 _HEADER_BYTES = 12
 _MAX_BLOCK_BYTES = 1 << 30
 
@@ -255,8 +268,8 @@ def decode_plugin(
 ) -> MallocBuffer:
     """Decode a chunk with a filter for which `is_plugin` is true; raise ValueError if that fails.
 
-    `encoded` must not be used afterwards. If `size`, the number of decoded bytes, is given, first check the sizes in
-    the chunk that some plugins trust.
+    `encoded` must not be used afterwards. `size` is the number of decoded bytes, if known. If it is given, the sizes in
+    the chunk's header are checked first, because some plugins would trust wrong sizes.
     """
     function = _plugin_function(number)
     assert function is not None
@@ -274,9 +287,10 @@ def decode_plugin(
 
 
 def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuffer, size: int) -> None:
-    """Raise ValueError if a chunk contains wrong sizes, which the LZ4 and bitshuffle plugins would trust.
+    """Raise ValueError if a chunk of the LZ4 or bitshuffle filter contains wrong sizes, which the plugins would trust.
 
-    A chunk begins with two big-endian integers: the decoded size (8 bytes) and the size of the blocks (4 bytes).
+    Such a chunk begins with two big-endian integers: the decoded size of the chunk (8 bytes) and the decoded size of a
+    block (4 bytes). Chunks of other filters, and of bitshuffle without compression, are not checked.
     """
     is_shuffled = (
         number == FilterId.BITSHUFFLE
@@ -296,10 +310,14 @@ def _require_header(number: int, parameters: tuple[int, ...], encoded: MallocBuf
 
 
 def _bitshuffle_bytes(data: memoryview, size: int, width: int, block: int) -> int:
-    """Return the size of a chunk of `size` decoded bytes, by the sizes of its blocks; -1 if one is beyond the chunk.
+    """Return the size in bytes that a compressed chunk of bitshuffle must have, according to the sizes of its blocks.
 
-    Each block holds `block` decoded bytes of elements of `width` bytes, and begins with its size (4 bytes, big-endian).
-    A smaller last block holds a multiple of 8 elements. Up to 7 elements follow without a size.
+    Return -1 if a block would end past the end of the chunk, or if `width` or `block` is impossible. `data` is the
+    compressed chunk, which decodes to `size` bytes of elements of `width` bytes. After the header, `data` consists of:
+
+    - blocks, each of which holds `block` decoded bytes and begins with its compressed size (4 bytes, big-endian)
+    - if enough elements remain, a smaller last block, which holds a multiple of 8 elements
+    - the remaining elements, at most 7, without a size and uncompressed
     """
     unit = _BITSHUFFLE_ELEMENTS * width
     if not unit or block % unit or size % width:
