@@ -109,7 +109,7 @@ class ArchiveFile:
         self.__dict__.update(state, descriptor=None if duplicate is None else Descriptor(duplicate.detach()))
 
     def keep_copy(self, descriptor: int) -> None:
-        """Read from a decompressed copy, a duplicate of the open file `descriptor`, which the caller closes."""
+        """Read from the decompressed copy in the open file `descriptor` from now on. Duplicate the descriptor."""
         self.require_unchanged()
         self.descriptor = Descriptor(os.dup(descriptor))
         self.size = os.fstat(descriptor).st_size

@@ -88,7 +88,7 @@ def _table_path(root: Path, stem: str) -> Path | None:
 def _join(
     folder: Path, images: list[str], tables: list[TextTable]
 ) -> tuple[list[str], list[npt.NDArray[np.int64]], list[tuple[str, str]]]:
-    """Return the images that have a row in every table, their row numbers in each, and the rejects (name, reason)."""
+    """Return the images that have a row in every table, their row numbers in each table, and rejects (name, reason)."""
     keys = [table.column(table.header[0]) for table in tables]
     indexes = [{key: number for number, key in enumerate(some)} for some in keys]
     for table, some, index in zip(tables, keys, indexes, strict=True):
@@ -130,10 +130,10 @@ def _partition(table: TextTable) -> npt.NDArray[np.int32]:
 
 
 def _read(path: Path, header: tuple[str, ...] | None, skip: int = 0) -> TextTable:
-    """Read a table: a CSV file with a header, as in Kaggle's copy, or an original, which is delimited by spaces.
+    """Read a table: a CSV file with a header, as in Kaggle's copy, or a text file whose cells are separated by spaces.
 
-    The first `skip` lines of an original are ignored. `header` names its columns; if it is None, the next line names
-    all but the first.
+    In a text file, the first `skip` lines are ignored. `header` names the columns. If it is None, the line after the
+    ignored ones names all columns but the first.
     """
     if path.suffix == ".csv":
         return read_delimited(path)

@@ -73,19 +73,21 @@ class _Annotations:
     has_boxes: bool = False
     has_captions: bool = False
     unused: set[str] = field(default_factory=set)  # keys of annotations that are not packed
-    # "empty": number of boxes left out for having no area; "unknown": number of annotations without an image.
+    # "empty": number of boxes left out for having no area; "unknown": number of annotations of images not listed.
     counts: Counter[str] = field(default_factory=Counter)
 
 
 def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
-    """Return the catalog of a folder in COCO's layout, or of one annotation file. Images keep their order in each file.
+    """Return the catalog of a folder in COCO's layout, or of one annotation file.
 
-    `root` is the folder that contains the images, directly or in one of the usual subfolders. Default: `path` if it is
-    a folder, else the annotation file's folder or its parent.
+    The images of a split are in the order in which its annotation files list them. `root` is the folder that contains
+    the images, directly or in one of the usual subfolders. Default: `path` if it is a folder, else the annotation
+    file's folder or its parent.
     """
     files = _annotation_files(path) if path.is_dir() else {_split_of(path): [path]}
     if not files:
-        raise SourceError.at(path, f"has no {_FOLDER}/{_INSTANCES}_*.json; give a file of annotations")
+        problem = f"has no {_FOLDER}/{_INSTANCES}_*.json and no {_FOLDER}/{_CAPTIONS}_*.json"
+        raise SourceError.at(path, f"{problem}; give a file of annotations")
     splits = split_order(_short(name) for name in files)
     top = Path(root) if root is not None else path if path.is_dir() else None
     found, folders = _Annotations(), []
@@ -115,7 +117,7 @@ def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
 
 
 def _split_of(path: Path) -> str:
-    """Return the split of an annotation file by its name, or else by its folder; if neither names one, the stem."""
+    """Return the split that an annotation file's name denotes, or else its folder's name; else the file's stem."""
     match, folder = _NAME.fullmatch(path.name), path.absolute().parent.name
     return match[2] if match is not None else folder if is_split_name(folder) else path.stem
 
@@ -127,9 +129,10 @@ def _short(name: str) -> str:
 
 
 def _image_folder(file: Path, split: str, images: Collection[_Image], top: Path | None) -> Path:
-    """Return the first usual folder that contains one of `images`; just the first one if there are no images.
+    """Return the first usual folder that contains an image; if `images` is empty, the first of the usual folders.
 
-    The usual folders are in `top`; if it is None, in the annotation file's folder and its parent.
+    The first image that is in one of the usual folders decides. These are `top` and folders in it, such as "train2017"
+    and "images/train2017". If `top` is None, the annotation file's folder and its parent replace `top`.
     """
     parents = (top,) if top is not None else (file.parent.parent, file.parent)
     inner = ((), (split,), ("images", split), (_short(split),), ("images", _short(split)), ("images",))
@@ -178,7 +181,7 @@ def _add_category(found: _Annotations, category: Any) -> None:
 
 
 def _add_image(entry: Any, images: dict[int, _Image], split: int, known: set[int]) -> None:
-    """Add an image, unless another file of the split listed it; `known` are the ids of this file's images so far."""
+    """Add an image that no other file of the split has listed. `known` are the ids of this file's images so far."""
     image_id, name = _integer(entry["id"]), entry["file_name"]
     size = _integer(entry.get("height") or 0), _integer(entry.get("width") or 0)
     if not isinstance(name, str) or not is_path(name):
@@ -195,7 +198,7 @@ def _add_image(entry: Any, images: dict[int, _Image], split: int, known: set[int
 
 
 def _add(found: _Annotations, images: dict[int, _Image], annotation: Any) -> None:
-    """Add an annotation to its image, but no box that is known to have no area there. Boxes are clipped later."""
+    """Add an annotation to its image. Leave out a box that has no area in the image. Boxes are clipped later."""
     image = images.get(_integer(annotation["image_id"]))
     found.unused.update(annotation.keys() - _TAKEN)
     if image is None:
@@ -231,7 +234,10 @@ def _category(found: _Annotations, annotation: Any) -> int:
 
 
 def _image_labels(found: _Annotations) -> tuple[npt.NDArray[np.int64] | None, tuple[str, ...] | None]:
-    """Return labels and their names if no annotation has a box, as in iNaturalist, and no image has two categories."""
+    """Return labels and class names: the categories of images whose annotations have no boxes, as in iNaturalist.
+
+    Return (None, None) if an annotation has a box, if an image has several categories, or if no image has one.
+    """
     counts = {len(image.categories) for image in found.images}
     if found.has_boxes or not any(counts):
         return None, None
@@ -264,7 +270,7 @@ def _fields(found: _Annotations) -> dict[str, FieldValues]:
         ids = sorted(found.categories)
         boxes = [np.array(image.boxes).reshape(-1, 4) for image in found.images]
         fields["boxes"] = RaggedRows.of(schema.BOXES, boxes, np.zeros((0, 4)))
-        # Not an array, because ids may be beyond int64.
+        # A dict, not an array, because ids may be beyond int64.
         numbers = {label: number for number, label in enumerate(ids)}
         labels = _ragged([[numbers[label] for label in image.labels] for image in found.images])
         fields["box_labels"] = replace(labels, classes=tuple(found.categories[label] for label in ids))
@@ -279,7 +285,8 @@ def _ragged(rows: Sequence[list[int]]) -> RaggedRows:
 
 
 def _notes(found: _Annotations) -> tuple[Note, ...]:
-    notes = unused_note("values of annotations", sorted(found.unused), "only boxes, categories and captions are packed")
+    advice = "only captions, boxes with category_id and iscrowd, or one category_id of each image are packed"
+    notes = unused_note("values of annotations", sorted(found.unused), advice)
     reasons = {"empty": ("box", "having no area"), "unknown": ("annotation", "belonging to no image")}
     for kind, (noun, reason) in reasons.items():
         if found.counts[kind]:

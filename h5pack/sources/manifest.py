@@ -48,7 +48,8 @@ IMAGE_COLUMNS = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "p
 LABEL_COLUMNS = ("label", "class", "target", "category")
 JSON_LINES = (".jsonl", ".ndjson")
 SPLIT_COLUMNS = ("split", "partition", "subset", "set")
-_PROBED = 100  # number of a table's first files to look for; if none exists, files are looked up in the folders below
+# Number of a column's first paths that are checked. If no such file exists, files are looked up in deeper folders.
+_PROBED = 100
 _MANY = 10  # with fewer images than this, a large number of classes is not worth a note
 
 
@@ -81,11 +82,11 @@ class ManifestColumns:
 
     @property
     def named(self) -> tuple[str, ...]:
-        """All columns that are given, which are not looked for by their names."""
+        """All columns that the user named. Only the others are found by usual names."""
         return (*self.labels, *self.all_fields, *filter(None, (self.path, self.split)))
 
     def points_kind(self, name: str) -> tuple[str, str] | None:
-        """Return the kind of a field of boxes or keypoints, and the parameter that names it; None for others."""
+        """Return the kind of a field of boxes or keypoints, and the parameter that names it; None for other fields."""
         if name in self.boxes:
             return schema.BOXES, "box_columns"
         return (schema.KEYPOINTS, "keypoint_columns") if name in self.keypoints else None
@@ -118,11 +119,14 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
 def _paths(
     table: TextTable, column: str, root: str, wanted: NameFilter, images: frozenset[str] = frozenset()
 ) -> tuple[list[str], tuple[Note, ...]]:
-    """Return a column's paths of files relative to `root`, and a note if some differ from the cells of the column.
+    """Return the paths of a column's files, absolute or relative to `root`, and a note if some differ from the cells.
 
-    If none of the first files exists, look for a file below `root` whose path ends with the cell. The cell may lack the
-    suffix of the file, and may begin with the name of the folder `root`. Keep a cell without such a file. Cells of
-    masks and further images may be empty, and do not match main images (`images`) if they also match other files.
+    If one of the first files exists, the paths are the cells. Otherwise, look below `root` for the file whose path ends
+    with the cell. The cell may lack the suffix of the file, and may begin with the name of the folder `root`. A cell
+    that matches no file is returned as it is.
+
+    For a column of masks or further images, `images` are the paths of the main images. Then cells may be empty, and a
+    cell that matches a main image and another file stands for the other file.
     """
     names = table.column(column)
     for row, name in enumerate(names):
@@ -149,11 +153,11 @@ def _paths(
             raise table.error(row, problem, "root", "include", "exclude")
         paths.append(found[0] if len(found) == 1 else name)
     examples = [pair for pair in zip(names, paths, strict=True) if pair[0] != pair[1]][:1]
-    return paths, tuple(Note("files are looked up below {}: {!r} is {!r}".format(root, *pair)) for pair in examples)
+    return paths, tuple(Note("files are looked up below {}: {!r} means {!r}".format(root, *pair)) for pair in examples)
 
 
 def _complete(catalog: Catalog) -> Catalog:
-    """Return the catalog with the images that lack the path of a mask, or of a further image, moved to the rejects."""
+    """Return the catalog without images that lack the path of a mask or further image. These become rejects."""
     missing = {row: one.name for one in catalog.pixel_fields for row, file in enumerate(one.files) if not file}
     if not missing:
         return catalog
@@ -232,7 +236,7 @@ def _lists(table: TextTable, name: str, values: list[Any]) -> list[Any]:
 
 
 def _listed_texts(values: list[Any]) -> list[Any]:
-    """Return a column's texts, or lists of texts if every cell is a JSON list of texts, as in exported manifests."""
+    """Return a column's texts. Return lists of texts if every cell is a list of texts in JSON, as in exports."""
     if not values or not all(isinstance(value, str) and value.startswith("[") for value in values):
         return [cell_text(value) if isinstance(value, (bool, int, float)) else value for value in values]
     try:
@@ -245,7 +249,7 @@ def _listed_texts(values: list[Any]) -> list[Any]:
 def _many_classes_note(
     columns: Sequence[str], labels: npt.NDArray[Any] | None, names: tuple[str, ...] | None
 ) -> tuple[Note, ...]:
-    """Return a note if labels have, on average, fewer than five images (integers) or two (class names)."""
+    """Return a note if there are, on average, fewer than five images per integer, or fewer than two per class name."""
     if labels is None or labels.ndim > 1 or len(labels) < _MANY:
         return ()
     count = len(np.unique(labels)) if names is None else len(names)
@@ -260,18 +264,18 @@ def _many_classes_note(
 
 
 def _joined_classes_note(columns: Sequence[str], names: Sequence[str]) -> tuple[Note, ...]:
-    """Return a note if some classes are several others joined by a separator, such as "cat|dog"."""
+    """Return a note if a class name consists of other class names and a separator, such as "cat|dog"."""
     known = {*names} if len(columns) == 1 else set()
     for separator in "|,; ":
         joined = [name for name in known if separator in name and known.issuperset(name.split(separator))]
         if joined:
-            advice = "for several classes of an image, name a column of 0 and 1 for each with label_columns"
+            advice = "if images have several classes, make a column of 0 and 1 for each class, for label_columns"
             return (Note(f"column {columns[0]!r} joins classes, as in {min(joined)!r}; {advice}", ("label_columns",)),)
     return ()
 
 
 def label_columns(columns: ManifestColumns, table: TextTable) -> tuple[str, ...]:
-    """Return the label columns: the given ones, or else the one with a usual name, if any."""
+    """Return the label columns: those in `columns`, or else the one with a usual name, or else ()."""
     usual = _usual(table.header, LABEL_COLUMNS, (*columns.named, *table.unreadable))
     return columns.labels or ((usual,) if usual is not None else ())
 

@@ -28,7 +28,7 @@ from h5pack.system.machine import available_memory
 from h5pack.system.text import format_bytes
 
 _TASK_ROWS = 1_024
-"""A row group with more rows is divided among several workers, each of which reads the whole row group."""
+"""Maximum number of rows of a task. A larger row group is divided into several tasks, each of which reads all of it."""
 
 _DAMAGED = "is not a Parquet or Arrow file, or is damaged"
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -42,8 +42,9 @@ class TableReader(SourceReader):
     column: str
     # (M, 3), for each image: index into `files`, row group in the file (0 for an Arrow file), row in the row group.
     rows: npt.NDArray[np.int64]
-    # The values of the row groups in memory, by file and row group, and the row groups that were announced.
+    # The images of the row groups in memory, by file and row group.
     _loaded: dict[tuple[int, int], Any] = field(default_factory=dict, init=False)
+    # The row groups that `begin` announced last, which stay in memory.
     _kept: set[tuple[int, int]] = field(default_factory=set, init=False)
     _table: tuple[int, _Table] | None = field(default=None, init=False)  # number and content of the file opened last
 
@@ -106,7 +107,7 @@ class TableReader(SourceReader):
             file.require_unchanged()
             if isinstance(error, OSError) and error.errno:
                 raise
-            # On damaged files, pyarrow raises several exception types. Too little memory is no damage.
+            # On damaged files, pyarrow raises several exception types.
             raise RejectedImageError(f"its row group cannot be read ({error})") from error
         file.require_unchanged()
         return values
@@ -172,7 +173,7 @@ def _open(file: ArchiveFile) -> _Table:
 def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
     """Return the catalog of Parquet or Arrow files, with the images in the order of the rows."""
     files = tuple(ArchiveFile(str(path)) for path in shards.paths)
-    with files[0].parsing(_DAMAGED):  # Names of columns are decoded when they are used.
+    with files[0].parsing(_DAMAGED):  # Using a damaged name of a column raises an error.
         schema = _open(files[0]).schema
         image = columns.path or _find_images(files[0], schema)
     names: list[str] = []
@@ -210,7 +211,7 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
 
 
 def _partitions(names: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the columns that the folders of all files name, such as ``label=3/part-0.parquet``: a value for each file.
+    """Return the columns that folders such as ``label=3`` define in the paths of all files, with a value for each file.
 
     As in pyarrow and Hive, values are integers if all values of a column are, and `_HIVE_NULL` becomes None.
     """
@@ -261,7 +262,7 @@ def _is_images(kind: Any) -> bool:
 
 
 def _is_view(kind: Any, name: str) -> bool:
-    """Return whether a type is the view type of binary values or strings, which pyarrow has from version 16 on."""
+    """Return whether a type is the view type `name`, "binary" or "string". Older versions of pyarrow do not have it."""
     from pyarrow import types
 
     check = getattr(types, f"is_{name}_view", None)
@@ -269,7 +270,7 @@ def _is_view(kind: Any, name: str) -> bool:
 
 
 def _require_columns(file: ArchiveFile, table: _Table, schema: Any, image: str) -> None:
-    """Raise SourceError unless a file has the columns of the first file, and row groups that fit into memory."""
+    """Raise SourceError if a file has other columns than the first file, or too large a row group for the memory."""
     if image not in table.schema.names or not _is_images(table.schema.field(image).type):
         found = f"has no column {image!r} of images (its columns are {', '.join(table.schema.names)})"
         problem = f"{found}; name another column with path_column"
@@ -296,7 +297,7 @@ def _is_plain(kind: Any) -> bool:
 
 
 def _values(file: ArchiveFile, name: str) -> list[Any]:
-    """Return the values of a column of numbers, text, or lists of these; None for null."""
+    """Return the values of a column of numbers, text, or lists of these. A null becomes None."""
     table = _open(file)
     kind = table.schema.field(name).type
     if not _is_plain(kind):
@@ -311,7 +312,10 @@ def _values(file: ArchiveFile, name: str) -> list[Any]:
 def _with_class_names(
     catalog: Catalog, table: TextTable, files: Sequence[ArchiveFile], column: str, stored: Sequence[Any]
 ) -> Catalog:
-    """Return the catalog with a label column's class names; ``stored[i]`` are Hugging Face's in file i, or None."""
+    """Return the catalog with the class names of a label column, if the files store such names.
+
+    ``stored[i]`` are the class names that Hugging Face stored in file i, or None.
+    """
     names = stored[0]
     for one, others in zip(files, stored, strict=True):
         if others != names:
@@ -319,7 +323,7 @@ def _with_class_names(
             raise SourceError.at(one.path, problem)
     if not isinstance(names, list) or not names:
         return catalog
-    # Without names, labels of only -1 and 1 would be 0 and 1. With names, -1 is no label.
+    # Read the labels again: `with_columns` made 0 and 1 of only -1 and 1. Beside class names, -1 means no label.
     labels = np.array([int(cell or -1) for cell in table.column(column)], np.int64)
     if len(labels) and not -1 <= labels.min() <= labels.max() < len(names):
         found = f"{len(names)} classes, but values from {labels.min()} to {labels.max()}"

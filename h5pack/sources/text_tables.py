@@ -19,7 +19,7 @@ from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.system.text import counted, short_repr
 
-# A text or list may have more characters than Python's default limit, 131,072. The limit is that of the whole process.
+# A cell may have more characters than 131,072, the default limit of the module csv. The limit is for the whole process.
 csv.field_size_limit(max(csv.field_size_limit(), 2**24))
 _TRUTH = {"True": "1", "False": "0"}
 
@@ -31,7 +31,7 @@ class TextTable:
     path: Path
     header: tuple[str, ...]
     load: Callable[[str], list[Any]]  # returns the values of a column, None for a missing value
-    place: Callable[[int], str]  # returns the text between the path and the message in an error about a row
+    place: Callable[[int], str]  # returns where a row is, as a text that follows the path in messages, e.g. " line 3"
     unreadable: frozenset[str] = frozenset()  # columns that hold neither numbers, text nor lists of these
 
     def error(self, row: int, message: str, *parameters: str) -> SourceError:
@@ -109,7 +109,8 @@ def _read_cells(path: Path, texts: list[str], delimiter: str) -> list[tuple[int,
     reader, rows, end = csv.reader(texts, delimiter=delimiter), [], 0
     try:
         for cells in reader:
-            # In a single line, other characters beside a quote, such as spaces, do no harm.
+            # If a quote joins several lines, parse these again in strict mode, which finds an unclosed quote. In a
+            # single line, other characters beside a quote, such as spaces, do no harm.
             if reader.line_num > end + 1 or (cells and cells[-1].endswith(("\n", "\r"))):
                 list(csv.reader(texts[end : reader.line_num], delimiter=delimiter, strict=True))
             end = reader.line_num
@@ -121,7 +122,7 @@ def _read_cells(path: Path, texts: list[str], delimiter: str) -> list[tuple[int,
 
 
 def rectangular(path: Path, header: tuple[str, ...], lines: list[tuple[int, list[str]]]) -> TextTable:
-    """Return the table of lines, each with its number and its cells; raise SourceError unless all fit the header."""
+    """Return the table of `lines` (number, cells). Raise SourceError if a line does not have one cell per column."""
     rows: list[list[str]] = []
     numbers: list[int] = []  # for each row, the number of its last line in the file, counted from 1
     table = TextTable(
@@ -170,8 +171,8 @@ def integers(cells: Iterable[str]) -> npt.NDArray[np.int64] | None:
 def numbers(table: TextTable, column: str) -> npt.NDArray[np.int64 | np.uint64 | np.float64]:
     """Return a column as int64, or as uint64 for larger integers; as float64 if some cells are not integers.
 
-    An empty cell is NaN. Raise SourceError if a cell is not a number or is beyond float64, or if an integer would be
-    rounded or fits no dtype.
+    An empty cell becomes NaN. Raise SourceError if a cell is not a number or is beyond float64, or if an integer would
+    be rounded or fits no dtype.
     """
     cells = table.column(column)
     try:
@@ -212,10 +213,11 @@ def _floats(table: TextTable, column: str, cells: list[str]) -> npt.NDArray[np.f
 
 
 def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> npt.NDArray[np.uint8]:
-    """Return columns of integers in 0..255 as uint8 (N, K). In a column of -1 and 1, as in CelebA, -1 becomes 0.
+    """Return columns of integers in 0..255 as uint8 (N, K). In a column of only -1 and 1, as in CelebA, -1 becomes 0.
 
     Integers may be written as pandas writes them: 1.0 instead of 1, or True and False instead of 1 and 0.
-    Raise SourceError for other values, with `advice` ("", or on `text_columns` and `field_columns`) in its message.
+    Raise SourceError for other values. Its message ends with `advice`, which names `text_columns` and `field_columns`;
+    by default, it advises to correct the column.
     """
     result = np.empty((len(table.column(columns[0])), len(columns)), np.uint8)
     for position, column in enumerate(columns):
@@ -224,7 +226,7 @@ def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> 
         if values is not None and {*np.unique(values)} <= {-1, 1}:
             values = np.maximum(values, 0)
         if values is None or (len(values) and not (values.min() >= 0 and values.max() <= 255)):
-            # -1 is allowed in some columns, so name another cell if one is wrong.
+            # Show -1, which is allowed in some columns, only if no other cell is wrong.
             row = min((cell == "-1", row) for row, cell in enumerate(cells) if not _is_byte(cell))[1]
             raise table.error(
                 row,
