@@ -49,7 +49,8 @@ from h5pack.system.text import counted, first_names
 
 _SAMPLED_ROWS, _DARK = 8, 64
 _MATLAB_CLASS = "MATLAB_class"
-_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE = 1_000_000, 1_000  # A file cannot hold more rows than both, even compressed.
+# A file is damaged if it declares more rows than both limits allow. Even compressed, it could not hold that many.
+_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE = 1_000_000, 1_000
 HDF5_SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 
 
@@ -62,7 +63,7 @@ class HDF5Datasets:
     fields: tuple[str, ...] = ()  # further datasets with one row per image
     channel_axis: str | None = None  # one of `CHANNEL_AXES`; default: inferred by `channel_axes`
     value_range: tuple[float, float] | None = None  # the values mapped to 0 and 255; see `PixelForm`
-    own_fields: bool = True  # if false, only fields of masks and of further images are kept
+    own_fields: bool = True  # if false, fields other than masks and further images are left out
 
     def __post_init__(self) -> None:
         for name in ("images", "labels", "channel_axis"):
@@ -89,7 +90,7 @@ def is_hdf5(path: Path) -> bool:
 
 
 def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Catalog:
-    """Return the catalog of an HDF5 file: the rows of its images whose names `wanted` allows, in row order."""
+    """Return the catalog of an HDF5 file, in row order. `wanted` selects images by their names."""
     with open_file(path) as file, reporting_damage(path, SourceError):
         catalog = _catalog(path, file, datasets)
     return catalog.filtered(wanted)
@@ -101,7 +102,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     if isinstance(stored, h5py.Dataset) and stored.shape and not (stored.is_virtual or stored.external):
         rows, size = stored.shape[0], os.path.getsize(stored.file.filename)
         if rows > max(_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE * size):
-            raise dataset_source_error(path, images, f"has {rows:,} rows, too many for its file; restore it")
+            raise dataset_source_error(path, images, f"has {rows:,} rows, too many for its file; restore the file")
     pack = describe_file(path, images, None, sized=False)
     rows = pack.indexes[images].rows
     asked = tuple(find_field(file, name) for name in datasets.fields)
@@ -164,24 +165,24 @@ def _files_of(file: h5py.File, names: Iterable[str | None]) -> frozenset[SourceF
 
 
 def _transposed(file: h5py.File, name: str, *, labeled: bool) -> Iterator[Note]:
-    """Yield a note if MATLAB stored the images, or if their last axis, not the first, is as long as the labels."""
+    """Yield a note if the images are probably along the last axis, as its length shows, or if MATLAB stored them."""
     images = file[name]
     if not isinstance(images, h5py.Dataset) or images.ndim < 3:
         return
     last, labels = images.shape[-1], None
     if not labeled and images.ndim == 3:
-        with contextlib.suppress(PackFormatError):  # Labels are not packed, so they may be damaged.
+        with contextlib.suppress(PackFormatError):  # These labels are not packed, so they may be damaged.
             labels = find_labels(file, name, last, transposed=True)
     if labels is not None:
-        text = f"{labels!r} has {last:,} rows, the length of the last axis of {name!r}; if images are along it, store"
-        yield Note(f"{text} np.moveaxis(array, -1, 0)")
+        text = f"{labels!r} has {last:,} rows, the length of the last axis of {name!r}; if images are along this axis,"
+        yield Note(f"{text} store np.moveaxis(array, -1, 0)")
     elif _MATLAB_CLASS in images.attrs:
         text = "MATLAB stores axes in reverse order, so images that were saved as (H, W, C, N) have their width before"
         yield Note(f"{text} their height here; if so, give a dataset in Python that transposes them")
 
 
 def _pixel_notes(reader: HDF5RowReader) -> Iterator[Note]:
-    """Yield notes on channels that are left out, and on rows whose pixels become dark, as a sample of them shows."""
+    """Yield a note if the alpha channel is left out, and a note if the pixels of all rows in a sample become dark."""
     form, index = reader.form, reader.index
     if form is None or not index.rows:
         return
@@ -201,7 +202,7 @@ def _pixel_notes(reader: HDF5RowReader) -> Iterator[Note]:
 
 
 def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, labeled: bool) -> tuple[Note, ...]:
-    """Return notes that list the datasets that are not packed, except the tables that h5pack itself writes."""
+    """Return notes that list the datasets that are not packed. Do not list the tables that h5pack itself writes."""
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     if _filenames(file, images, rows) is not None:
         used = {*used, schema.FILENAMES}
@@ -236,7 +237,8 @@ def _has_rows(file: h5py.File, name: str, rows: int) -> bool | None:
 def find_images(file: h5py.File) -> str:
     """Return the path of the images: "images", a pack's "encoded", or the only dataset that looks like images.
 
-    If several do, return the only one whose name has a word for images, such as "x". Else raise SourceError.
+    If several datasets look like images, return the only one whose name has a word for images, such as "x". Raise
+    SourceError if no dataset looks like images, or if the choice remains unclear.
     """
     if isinstance(file.get(schema.IMAGES), h5py.Dataset):
         return schema.IMAGES
@@ -259,9 +261,9 @@ def find_images(file: h5py.File) -> str:
 def detect_names(path: str | os.PathLike[str], images: str, labels: str) -> tuple[str, str]:
     """Return the names of the datasets of images and labels to read.
 
-    A default name, "images" or "labels", is replaced by that of a detected dataset if the file has no dataset of this
-    name; images are not detected in packs. Other names are returned unchanged. Raise PackFormatError if none or several
-    datasets look like images.
+    If the file has no dataset of a default name, "images" or "labels", this name is replaced by the name of a detected
+    dataset. Images are not detected in packs. Labels are detected only if they are numbers; otherwise, "labels" is
+    returned. Other names are returned unchanged. Raise PackFormatError if none or several datasets look like images.
     """
     with open_file(path) as file:
         if images == schema.IMAGES and images not in file and schema.FORMAT not in file.attrs:
@@ -294,7 +296,7 @@ def is_image_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
 def channel_axes(row_shape: tuple[int, ...]) -> list[str]:
     """Return the members of `CHANNEL_AXES` that fit the shape of a row; [] if it cannot be an image.
 
-    A row (W, 3) cannot be an image, because its dataset (H, W, 3) is a single image.
+    A row of shape (W, 3) cannot be an image, because a dataset of shape (H, W, 3) is a single image.
     """
     if len(row_shape) == 2:
         return [] if row_shape[1] <= 4 < row_shape[0] else ["none"]
@@ -313,7 +315,7 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
     if not allowed:
         problem = f"has rows of shape {shape}, not (H, W), (H, W, C) or (C, H, W) with C from 1 to 4"
         if 0 in shape or len(shape) == 2:
-            what = "is empty" if 0 in shape else "is a single image (if all are, give convert() a PyTorch dataset)"
+            what = "is empty" if 0 in shape else "is a single image (to pack many, give convert() a PyTorch dataset)"
             problem = f"has the shape {dataset.shape}, so it {what}"
         raise dataset_source_error(path, name, f"{problem}; name another dataset with images=NAME", "images=NAME")
     if asked is not None and asked not in allowed:
@@ -329,14 +331,15 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
 def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[str]:
     """Return the paths of the datasets, other than images and labels, that can be packed as fields.
 
-    Leave out the datasets of a group with other images, such as those of another split, and those that cannot be
-    opened. Also leave out names with a comma, or with spaces at an end, because a list of names is separated by commas.
+    Leave out datasets in a group with other images, such as the images of another split, and datasets that cannot be
+    opened. Also leave out datasets whose name has a comma, or a space at its start or end, because a list of names is
+    separated by commas.
     """
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     rows, axes = len(file[images]), file[images].ndim
     known = {name: fit for name in dataset_names(file) if (fit := _has_rows(file, name, rows)) is not None}
-    # Datasets beside other images belong to those, unless `images` is in that group, too. Only arrays with as many axes
-    # are counted as other images, because the rest may be masks.
+    # Datasets in a group with other images belong to these images, unless `images` is in the same group. Only arrays
+    # with as many axes as `images` count as other images, because arrays with fewer or more axes may be masks.
     groups = {os.path.dirname(name) for name in known if file[name].ndim == axes and _looks_like_images(file[name])}
     others = tuple(f"{group}/" for group in groups if group and not images.startswith(f"{group}/"))
     found: dict[str, str] = {}
@@ -358,7 +361,7 @@ def packing_options(file: h5py.File, name: str, labels: str | None = None) -> di
     images = file[name]
     found: dict[str, Any] = {}
     if schema.FORMAT not in file.attrs:  # `convert` keeps the labels and fields of a pack by default.
-        # If a link led from another file to these images, `labels` may be a path in that file.
+        # `labels` may be a path in another file, from which a link led to these images.
         labels = None if labels and labels not in file else labels
         if labels is None:
             labels = find_labels(file, name, len(images), transposed=True)
@@ -378,8 +381,8 @@ def packing_options(file: h5py.File, name: str, labels: str | None = None) -> di
 def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str) -> str | None:
     """Return the kind of a field of pixels, `schema.MASK` or `schema.IMAGE`; None for other fields.
 
-    Further images in color have the images' shape and dtype. Masks are integers or bools of the images' height and
-    width, such as (N, H, W) or (N, H, W, 1). In a pack of encoded images, masks are PNG files.
+    A field of further images in color has the shape and dtype of the images. Masks are integers or bools with the
+    height and width of the images, such as (N, H, W) or (N, H, W, 1). In a pack of encoded images, masks are PNG files.
     """
     if form is None:
         return schema.MASK if is_mask_group(file, name) else None
@@ -402,12 +405,16 @@ def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str)
 
 
 def _filenames(file: h5py.File, images: str, rows: int) -> h5py.Dataset | None:
-    """Return the dataset of the images' file names; None if none fits. Raise SourceError if a pack's does not fit."""
+    """Return the dataset of the images' file names; None if it is missing or has another length than the images.
+
+    Raise SourceError if the file is a pack, and the dataset has another length.
+    """
     stored = find_item(file, schema.FILENAMES)
     if images not in (schema.IMAGES, schema.ENCODED) or not isinstance(stored, h5py.Dataset):
         return None
     if stored.shape != (rows,) and schema.FORMAT in file.attrs:
-        problem = f"has shape {stored.shape}, but there are {rows:,} images; restore the file, or delete it with h5py"
+        found = f"has shape {stored.shape}, but there are {rows:,} images"
+        problem = f"{found}; restore the file, or delete the dataset with h5py"
         raise dataset_source_error(Path(file.filename), schema.FILENAMES, problem)
     return stored if stored.shape == (rows,) else None
 

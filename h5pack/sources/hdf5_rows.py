@@ -85,10 +85,10 @@ def default_range(dtype: np.dtype[Any]) -> tuple[float, float] | None:
 
 
 class HDF5RowReader(SourceReader):
-    """Reads images from the rows of the first dataset of `pack`. If `form` is None, each row is an encoded image.
+    """Reads images from the rows of the first dataset in `pack`. If `form` is None, each row is an encoded image.
 
-    `kinds` are the kinds of the datasets of masks and further images, by path; `pack` must describe them, too. `form`
-    also applies to further images. `tables` are the files that hold labels and other fields.
+    `kinds` are the kinds of the datasets of masks and further images, by path; `pack` must describe these datasets,
+    too. `form` also applies to further images. `tables` are the files that hold labels and other fields.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class HDF5RowReader(SourceReader):
         self.has_checksums = schema.checksums_path(self.images) in pack.indexes
         self.kinds = kinds or {}
         self.masks = tuple(self.kinds)
-        # Do not warn that a dataset of encoded images is slow to read, because its conversion is the remedy.
+        # Do not warn that a dataset of encoded images is slow to read, because this conversion is the remedy.
         self.engine = Engine(pack.path, pack.identity, pack.indexes, warn=form is not None)
         # The row of each image; None means that image i is row i.
         self.rows: npt.NDArray[np.int64] | None = None
@@ -138,7 +138,7 @@ class HDF5RowReader(SourceReader):
         return self.form.pixels(row)
 
     def read_field(self, number: int, index: int, name: str) -> npt.NDArray[Any]:
-        """See `SourceReader`; masks are uint8 or int32, (h, w), and further images uint8, (h, w, c)."""
+        """Return a mask, uint8 or int32 (h, w), or a further image, uint8 (h, w, 1 or 3)."""
         dataset = self.masks[number]
         dtype = self.engine.indexes[dataset].native_dtype
         if self.engine.indexes[dataset].is_encoded:
@@ -162,7 +162,7 @@ class HDF5RowReader(SourceReader):
         return None if self.form is None else self.form.size(self.index.row_shape)
 
     def fingerprints(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """See `SourceReader`. Fingerprints depend on the row, the dataset's path, and the files' sizes and times."""
+        """Return hashes of each row's number, the dataset's path, and the sizes and times of the files, uint64 (n,)."""
         known = [self.pack.identity, *(file.identity for file in sorted(self.index.files, key=lambda file: file.path))]
         described = "\0".join([self.images, *(f"{one.size} {one.modified_ns}" for one in known)]).encode()
         base = np.uint64(fingerprint(described))

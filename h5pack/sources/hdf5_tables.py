@@ -48,11 +48,11 @@ IMAGE_WORD = re.compile(r"(?<![a-z])(?:images?|imgs?|x)(?![a-z])", re.IGNORECASE
 def find_labels(
     file: h5py.File, images: str, rows: int, *, fields: Sequence[str] = (), transposed: bool = False
 ) -> str | None:
-    """Return the path of the dataset beside `images` with a usual name for labels, and not among `fields`, or None.
+    """Return the path of the labels in the group of `images`, found by a usual name such as "y"; None if not found.
 
-    Its shape is (rows,) or (rows, K), apart from axes of length 1. With `transposed`, it may also be (1, rows), as
-    MATLAB stores a column; only `convert` reads such labels. Raise PackFormatError if an object of such a name is
-    damaged.
+    A dataset in `fields` is not returned. The shape is (rows,) or (rows, K), apart from axes of length 1. With
+    `transposed`, it may also be (1, rows), as MATLAB stores a column; only `convert` reads such labels. In a pack, any
+    object "labels" is returned. Raise PackFormatError if an object with a usual name is damaged.
     """
     if schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
         # Only "labels" has the labels of a pack. A field may be called "label".
@@ -145,7 +145,7 @@ def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.
 
 
 def are_whole(values: npt.NDArray[Any] | h5py.Dataset) -> bool:
-    """Return whether `values` are integers, or floats without fractions; of a dataset, check only the first rows."""
+    """Return whether `values` contain no fraction, infinity or NaN. Of a dataset, check only the first 1,024 rows."""
     if values.dtype.kind != "f":
         return True
     try:
@@ -171,7 +171,7 @@ def _label_error(path: Path, name: str, found: str, *advice: str) -> SourceError
 
 
 def read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
-    """Return a field's values, in native byte order: numbers, texts or ragged rows. Raise SourceError for others."""
+    """Return a field's values in native byte order: numbers, texts or ragged rows. Raise SourceError for others."""
     if is_ragged(file, name):
         index = index_ragged(file, name)
         _require_memory(path, name, index.data.rows * index.data.row_bytes)
@@ -192,7 +192,7 @@ def read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
 
 
 def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Convert a table of 0 to 255 to uint8. In a column of only -1 and 1, as in CelebA, -1 becomes 0."""
+    """Convert a table of numbers from 0 to 255 to uint8. In a column of only -1 and 1, as in CelebA, -1 becomes 0."""
     fitted = np.where((np.abs(values) == 1).all(axis=0), values > 0, values)
     if fitted.size and not 0 <= fitted.min() <= fitted.max() <= 255:
         found = f"holds numbers from {values.min():.0f} to {values.max():.0f}, but a column of labels holds 0 to 255"
