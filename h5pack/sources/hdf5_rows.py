@@ -11,7 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import DamagedRowsError, H5PackError, PackFormatError, RejectedImageError, SourceError
+from h5pack.errors import (
+    DamagedRowsError,
+    H5PackError,
+    PackChangedError,
+    PackFormatError,
+    RejectedImageError,
+    SourceError,
+)
 from h5pack.format import schema
 from h5pack.images.decode import read_header
 from h5pack.images.masks import narrow_mask, read_mask
@@ -227,6 +234,12 @@ class HDF5RowReader(SourceReader):
         return RejectedImageError("its row cannot be read")
 
     def _storage_error(self, error: H5PackError) -> SourceError:
+        if isinstance(error, PackChangedError):
+            problem = (
+                "was replaced, rewritten or removed while it was read; if the file is complete now, start over with"
+            )
+            path = error.path or self.pack.path
+            return SourceError.at(path, f"{problem} overwrite=True", "overwrite=True", dataset=self.images)
         return SourceError(
             f"{error}; then continue with resume=True",
             path=error.path or self.pack.path,

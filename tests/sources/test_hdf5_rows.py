@@ -170,6 +170,7 @@ def test_another_file_under_the_same_name_stops(tmp_path: Path) -> None:
     with pytest.raises(SourceError) as caught:
         found.read(3, "")
     assert isinstance(caught.value.__cause__, PackChangedError)
+    assert caught.value.parameters == ("overwrite=True",), "it cannot be resumed"
 
 
 @pytest.mark.parametrize(
