@@ -1,4 +1,7 @@
-"""Ceilings, the upper bounds that readers are compared with: copying rows in memory, and reading sequentially."""
+"""Ceilings, the upper bounds that readers are compared with: copying rows in memory, and reading a file sequentially.
+
+To measure cold reads, `PageState` drops files from the page cache.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +44,9 @@ def interleaved(names: Sequence[_T], repeats: int) -> Iterator[_T]:
 
 
 def sequential(path: Path, flags: int = 0, seconds: float = math.inf, num_threads: int = 1) -> float:
-    """Read a file sequentially for about `seconds`, an equal part of it in each thread; return bytes/s.
+    """Read a file, or as much of it as is read in about `seconds`, and return bytes/s.
 
-    `flags` are further flags for `os.open`, such as O_DIRECT.
+    Each thread reads an equal part of the file sequentially. `flags` are further flags for `os.open`, such as O_DIRECT.
     """
     size = path.stat().st_size
     part = -(-size // num_threads // _BLOCK_BYTES) * _BLOCK_BYTES
@@ -103,7 +106,11 @@ class MemoryCopy:
 
 
 class Ceilings:
-    """Measures ceilings: copying random rows if there is enough memory, and reading an uncompressed file in order."""
+    """Measures the two ceilings.
+
+    - For hot reads: copying random rows in memory. This needs enough memory.
+    - For cold reads: reading a file sequentially. This needs an uncompressed file.
+    """
 
     def __init__(self, variants: Sequence[FileVariant], rows: int, row_bytes: int, batch_size: int, cpus: int) -> None:
         self._cpus = cpus
@@ -113,7 +120,8 @@ class Ceilings:
         self._path = Path(plain[-1]) if plain else None
         rows = max(batch_size, min(rows, _COPY_BYTES // row_bytes))
         batches = (available_memory() // 4 // row_bytes - rows) // batch_size
-        self.copy_threads = min(cpus, batches // _BUFFERS_PER_THREAD)  # For more threads, there is too little memory.
+        # Maximum number of copying threads, each with its own buffers; 0 or less if there is too little memory for one.
+        self.copy_threads = min(cpus, batches // _BUFFERS_PER_THREAD)
         self.copy = MemoryCopy(rows, row_bytes, batch_size, self.copy_threads) if self.copy_threads > 0 else None
         self._row_bytes = row_bytes
         self._speeds: dict[tuple[str, int], list[float]] = {}
@@ -179,8 +187,8 @@ class PageState:
     def _seems_cached(self) -> bool:
         """Return whether any of a few sampled chunks can be read without waiting for the disk; True if unknown.
 
-        False for a virtual dataset, whose rows are in other files. This check is needed because mincore(2) reports all
-        pages as cached to a process that may not write the file.
+        Return False for a virtual dataset, because its rows are in other files. This check is needed because mincore(2)
+        reports all pages as cached to a process without write permission for the file.
         """
         index = self._dataset.engine.indexes[self._dataset.names[0]]
         if isinstance(index, VirtualIndex):

@@ -30,27 +30,28 @@ class Workload:
     row_bytes: int
     sample_rows: int
     row_shape: tuple[int, ...]
-    default_chunk_rows: int  # Chunk size that `h5pack.convert` chooses by default.
-    memory_bytes: int  # Memory available for the page cache.
-    asked_batch_size: int  # Batch size that was asked for.
+    default_chunk_rows: int  # Chunk size in rows that `h5pack.convert` chooses by default.
+    memory_bytes: int  # Memory that is available to this process.
+    asked_batch_size: int  # Batch size that the caller of `bench` gave.
     batch_size: int  # Batch size of the cases that compare file variants; smaller if the sample is too small.
     window: int  # Window of the cases that compare file variants, in chunks.
     num_threads: int  # Number of H5Loader threads in the cases that compare file variants.
     cpus: int  # Number of CPUs that this process may use.
     split: str | None = None  # Split that a training reads; None: all rows.
-    any_size: bool = False  # Whether the images are generated, and stand for datasets of any size.
-    fields: tuple[str, ...] = ()  # Names of an input file's further datasets that are read with the images.
-    decodes_input: bool = False  # Whether the input file has faults and must be decoded: keep it only if it is faster.
+    any_size: bool = False  # True: the images are generated, and stand for datasets of any size.
+    fields: tuple[str, ...] = ()  # Names of an input file's further datasets that a training reads with the images.
+    # True: the input file has faults and must be decoded. It is then recommended only if no converted file is as fast.
+    decodes_input: bool = False
     first_epoch: tuple[float, ...] = ()  # Images/s of first epochs, if only first epochs decode chunks; else empty.
 
     @property
     def recommended_batch_size(self) -> int:
-        """The batch size that was asked for, but at most a quarter of the images."""
+        """The batch size that the caller of `bench` gave, but at most a quarter of the number of images."""
         return limited_batch_size(self.asked_batch_size, self.num_images)
 
     @property
     def memory_images(self) -> int:
-        """The number of images that fit into half of the available memory, and so stay in the page cache."""
+        """The number of images that fit into half of the available memory. Larger datasets are judged by cold reads."""
         return self.memory_bytes // 2 // self.row_bytes
 
     def is_default(self, variant: FileVariant) -> bool:
@@ -65,7 +66,10 @@ class Workload:
 def pick_settings(
     picked: Measurement, run_off: Sequence[Measurement], workload: Workload
 ) -> tuple[Measurement, list[str]]:
-    """Return the measurement with the recommended settings (the usual ones unless others are faster), and reasons."""
+    """Return the measurement with the recommended window and number of threads, and the reasons.
+
+    `picked` has the usual settings. Other settings are recommended if they are faster.
+    """
     case = picked.case
     alike = [one for one in run_off if replace(one.case, window=case.window, num_threads=case.num_threads) == case]
     usual = next((one for one in alike if one.case == case and len(one.speeds) >= MIN_REPEATS), picked)
@@ -75,7 +79,7 @@ def pick_settings(
     best = max([usual, *(one for one in allowed if one.is_faster(usual))], key=lambda one: one.median)
     reasons = []
     for name, most in (("num_threads", max_threads), ("window", sys.maxsize)):
-        # Compare only cases that differ in nothing else.
+        # Compare only cases that have the usual value of the other setting.
         same = [one for one in (usual, *others) if replace(one.case, **{name: getattr(case, name)}) == case]
         tried, value = {getattr(one.case, name): one for one in same}, getattr(best.case, name)
         if len(tried) > 1:
@@ -84,9 +88,10 @@ def pick_settings(
 
 
 def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: Workload) -> tuple[int, list[str]]:
-    """Return the recommended number of workers for a DataLoader, and the reasons, if enough repeats were measured.
+    """Return the recommended number of workers for a DataLoader, and the reason.
 
-    Recommend one per CPU unless another number is faster, or the fastest number if one per CPU was not measured.
+    One worker per CPU is recommended, or another number if that is faster. If one per CPU was not measured, the fastest
+    of the measured numbers is recommended. If no number has enough repeats, return one per CPU without a reason.
     """
     case = replace(picked.case, num_threads=1)
     tried = {
@@ -112,20 +117,20 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
 def _by_count(name: str, tried: dict[int, Measurement], best: Measurement, most: int = sys.maxsize) -> str:
     """Return a text with the speeds of other values of a setting, as multiples of the recommended value's speed.
 
-    Values above `most`, the number of CPUs, are not recommended, even if they are faster.
+    Values above `most` are not recommended, even if they are faster. For `num_threads`, it is the number of CPUs.
     """
     ratios = {value: one.ratios(best) or (one.median / best.median,) for value, one in tried.items() if one is not best}
     others = [f"{name}={value} gives {ratio_text(found)}" for value, found in sorted(ratios.items())]
     text = f"{', '.join(others)} of its speed"
     if any(value > most and max(found) >= 1 for value, found in ratios.items()):
-        text += f"; there are too few CPUs for more than {most}"
+        text += f"; there are too few CPUs for more than {most} threads"
     unclear = [f"{name}={value}" for value, found in sorted(ratios.items()) if max(found) >= 1 and value <= most]
     which = f" to {listed(unclear)}" if len(ratios) > 1 else ""
     return f"{text}; the difference{which} is not clear" if unclear else text
 
 
 def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> CachePlan | None:
-    """Return the chunk cache for reading the converted file with h5py; None for the input file, or without chunks."""
+    """Return the chunk cache for reading a converted file with h5py; None for the input file or without chunks."""
     if variant.is_input or variant.chunk_rows is None:
         return None
     shape, chunks = (workload.num_images, *workload.row_shape), (variant.chunk_rows, *workload.row_shape)
@@ -133,13 +138,16 @@ def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> C
 
 
 def deciding_caches(workload: Workload, caches: Sequence[str]) -> list[str]:
-    """Return the page-cache states to judge by, best first; the second counts only if the first was not measured."""
+    """Return `caches` in the order in which to judge by them.
+
+    The second page-cache state is used only if no case could be measured with the first.
+    """
     fits = workload.num_images <= workload.memory_images
     return [cache for cache in (("hot", "cold") if fits else ("cold", "hot")) if cache in caches]
 
 
 def cache_reason(workload: Workload, cache: str) -> str:
-    """Return a sentence that says for which page-cache state the recommendation is, and why."""
+    """Return a sentence on the page-cache state that the recommendation is for: which one it is, and why."""
     size, memory = format_bytes(workload.num_images * workload.row_bytes), format_bytes(workload.memory_bytes)
     expected = deciding_caches(workload, ("hot", "cold"))[0]
     half = f"{'at most' if expected == 'hot' else 'more than'} half of the {memory} of available memory"
@@ -152,7 +160,11 @@ def cache_reason(workload: Workload, cache: str) -> str:
 
 
 def measuring_reasons(workload: Workload) -> list[str]:
-    """Return sentences on how a training differs from what was measured: larger batches, and a slower first epoch."""
+    """Return sentences on how a training differs from the measurements.
+
+    There are up to three sentences: on a smaller recommended batch size, on a smaller measured batch size, and on the
+    speed of the first epoch if only the first epoch decodes chunks.
+    """
     rows, asked, sentences = counted(workload.sample_rows, "row"), workload.asked_batch_size, []
     size, images = workload.recommended_batch_size, counted(workload.num_images, "image")
     if size < asked:

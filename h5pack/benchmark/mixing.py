@@ -20,12 +20,16 @@ from h5pack.system.parameters import whole_number
 from h5pack.system.text import counted
 
 MARGIN = 0.05
-"""A label distance may exceed a full shuffle's by this fraction and still count as equal (see `allowed_distance`)."""
+"""By this fraction, a label distance may exceed that of a full shuffle and still count as equal.
+
+See `MixingReport.allowed_distance` for the exact rule.
+"""
 MAX_BATCHES = 2_048
-"""Maximum number of batches sampled from one order, in all epochs together; but at least `_RUNS` per epoch."""
+"""Maximum number of batches to sample from one order in all epochs together, but at least `_RUNS` in each epoch."""
 MAX_WINDOW_ROWS = 2**22
-"""Windows with more rows are compared only on request, because all rows of a window are permuted at once in memory."""
+"""By default, windows with more rows are not compared, because all rows of a window are permuted at once in memory."""
 _RUNS = 8
+"""Number of runs of consecutive batches that are sampled from an epoch with many batches."""
 _T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 """One-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom.
 
@@ -35,7 +39,10 @@ For more degrees of freedom, `_quantile` uses 1.645 + 1.7 / degrees of freedom, 
 
 @dataclass(frozen=True)
 class OrderMixing:
-    """Measurements of one order of the rows. Without integer labels, the label distance and its errors are None."""
+    """Measurements of one order of the rows.
+
+    Without integer labels, `label_distance`, `batch_deviation` and `standard_error` are None.
+    """
 
     shuffle: str | bool  # "window", "full" or False.
     window: int | None  # Number of chunks that are shuffled together; None unless `shuffle` is "window".
@@ -44,11 +51,13 @@ class OrderMixing:
     label_distance: float | None
     batch_deviation: float | None  # Standard deviation of the label distance over all batches.
     standard_error: float | None  # Standard error of `label_distance`, from the means of the epochs.
-    # Spearman's rank correlation between a row's position in the epoch and its position in the file; mean of epochs.
+    # Spearman's rank correlation between a row's position in the epoch and its position in the file: the mean over the
+    # epochs.
     storage_correlation: float
-    # Spearman's rank correlation between a row's positions in two consecutive epochs; None if too few rows are in both.
+    # Spearman's rank correlation between a row's positions in two consecutive epochs: the mean over these pairs. None
+    # if the batches that were sampled from consecutive epochs have fewer than three rows in common.
     epoch_correlation: float | None
-    chunks_per_batch: float  # Number of distinct chunks that a batch's rows come from; mean over the batches.
+    chunks_per_batch: float  # Number of distinct chunks that a batch's rows come from: the mean over the batches.
 
     def bound(self, quantile: float) -> float:
         """Return the label distance plus `quantile` standard errors."""
@@ -77,12 +86,14 @@ class MixingReport:
     batches: int  # Number of full batches that were sampled in each epoch.
     epoch_batches: int  # Number of full batches in an epoch.
     window: int  # The window that the advice is about, in chunks; at most `chunks`.
-    expected_distance: float | None  # Exact mean label distance of full shuffles; None without labels.
-    # Largest label distance that counts as equal to that of a full shuffle; None without labels. It exceeds
-    # `expected_distance` by 5 % of the smaller of two numbers: `expected_distance`, and its difference to the mean
-    # label distance of single rows. With more classes than rows per batch, that difference is small.
+    expected_distance: float | None  # Exact mean label distance of full shuffles; None without integer labels.
+    # Largest label distance that counts as equal to that of a full shuffle; None without integer labels. It exceeds
+    # `expected_distance` by 5 % of the smaller of two numbers:
+    # - `expected_distance`;
+    # - the mean label distance of batches of one row, minus `expected_distance`. This is small if there are more
+    #   classes than rows per batch.
     allowed_distance: float | None
-    # Smallest window shown to mix labels as well as a full shuffle; None without such a window, or without labels.
+    # Smallest window shown to mix labels as well as a full shuffle; None if there is none, or without integer labels.
     enough_window: int | None
     orders: tuple[OrderMixing, ...]  # The windows in ascending order, then the full shuffle, then the stored order.
 
@@ -93,7 +104,7 @@ class MixingReport:
         asked = next(order for order in self.orders if order.window == window)
         if self.allowed_distance is None:
             chunks = f"{asked.chunks_per_batch:.1f} chunks"
-            return f"No labels to compare: with window={window} the rows of a batch come from {chunks}."
+            return f"No integer labels to compare: with window={window} the rows of a batch come from {chunks}."
         if enough is not None and enough <= window:
             return f"window={window} is enough: it mixes the labels as well as a full shuffle."
         if asked.bound(-_quantile(self.epochs)) <= self.allowed_distance:
@@ -105,7 +116,7 @@ class MixingReport:
         return f"Use shuffle='full', or {other}: with window={window} {excess}."
 
     def excess(self, order: OrderMixing) -> float:
-        """Return the fraction by which an order's label distance exceeds that of a full shuffle; nan without labels."""
+        """Return the fraction by which an order's label distance exceeds `expected_distance`; nan without labels."""
         if order.label_distance is None or self.expected_distance is None:
             return math.nan
         return order.label_distance / self.expected_distance - 1 if self.expected_distance else 0.0
@@ -130,7 +141,7 @@ class MixingReport:
             lines.append(f"Smallest window shown to be equal to a full shuffle: {self.enough_window or 'none'}.")
         largest = max(order.window or 0 for order in self.orders)
         if largest < self.chunks:
-            lines.append(f"Windows of more than {largest:,} chunks were not compared; give windows=SIZES to do so.")
+            lines.append(f"Windows of more than {largest:,} chunks were not compared; for these, give windows=SIZES.")
         return "\n".join([*lines, self.advice])
 
     def _line(self, order: OrderMixing) -> str:
@@ -157,21 +168,28 @@ def mixing_report(
     """Measure how well the window shuffle mixes a dataset's rows, compared with a full shuffle and the stored order.
 
     The orders are those of `ChunkBatchSampler` and `H5Loader` on one rank. The labels are read once, the images never.
-    For each order, at most 2,048 batches are sampled in all epochs together, but at least 8 per epoch. In each epoch,
-    they are 8 evenly spaced runs of consecutive batches.
+    In each epoch of an order, at most 2,048 / `epochs` batches are sampled, or 8 if that is more. If an epoch has more
+    batches, 8 evenly spaced runs of consecutive batches are sampled.
 
     Parameters
     ----------
-    dataset : H5Dataset or Subset
+    dataset : H5Dataset, ConcatPack or Subset
+        The rows to shuffle.
     batch_size : int
         Rows per batch. A smaller last batch is left out.
     window : int
         Number of chunks that are shuffled together; the advice is about this window.
     seed : int
+        Seed of the shuffles.
     epochs : int
-        Epochs of each order, at least 2; more make the result more certain.
+        Number of epochs to sample, at least 2. More epochs make the result more certain.
     windows : sequence of int, optional
         Windows to compare besides `window`. Default: powers of two and all chunks, up to 2**22 rows per window.
+
+    Returns
+    -------
+    MixingReport
+        ``print(report.to_text())`` shows the comparison and the advice.
 
     Raises
     ------
@@ -226,12 +244,15 @@ def _windows(rows: EpochRows, asked: int, windows: Sequence[int] | None) -> list
 
 
 def _quantile(epochs: int) -> float:
-    """Return the one-sided 95 % quantile of Student's t for the mean of that many epochs."""
+    """Return the one-sided 95 % quantile of Student's t for the mean of `epochs` epochs."""
     return _T_95[epochs - 2] if epochs - 2 < len(_T_95) else 1.645 + 1.7 / (epochs - 1)
 
 
 def _enough(orders: tuple[OrderMixing, ...], chunks: int, allowed: float, epochs: int) -> int | None:
-    """Test windows from the largest to the first that fails; return the last that passes. All chunks always pass."""
+    """Test windows from the largest to the first that fails, and return the last one that passes; None if none passes.
+
+    A window of all `chunks` always passes, because it is a full shuffle.
+    """
     enough = None
     for order in sorted((order for order in orders if order.window), key=lambda order: -(order.window or 0)):
         if order.window != chunks and order.bound(_quantile(epochs)) > allowed * (1 + 1e-9):
@@ -250,7 +271,10 @@ def _sampled_runs(batches: int, max_batches: int) -> list[range]:
 
 
 def _batches(plan: OrderPlan, epoch: int, run: range) -> Rows:
-    """Return the file rows of each batch whose number is in `run`: int64, (len(run), batch_size). All must be full."""
+    """Return the file rows of the batches whose numbers are in `run`: int64, (len(run), batch_size).
+
+    All these batches must be full.
+    """
     parts, wanted = [], len(run) * plan.batch_size
     for group in plan.chunk_groups(epoch, run.start):
         rows = np.empty_like(group.rows)
@@ -301,7 +325,7 @@ def _ranks(values: Rows) -> npt.NDArray[np.float64]:
 
 
 def _spearman(one: Rows, other: Rows) -> float:
-    """Return Spearman's rank correlation; 0 if all values of one argument are equal."""
+    """Return Spearman's rank correlation of two arrays; 0 if all values of one of them are equal."""
     left, right = (ranks - ranks.mean() for ranks in (_ranks(one), _ranks(other)))
     scale = math.sqrt(float(left @ left) * float(right @ right))
     return float(left @ right) / scale if scale else 0.0
@@ -314,7 +338,7 @@ class _LabelTable:
         self._stored, repeats = np.unique(rows.rows_at(np.arange(rows.count))[0], return_counts=True)
         table = dataset.read_rows(name, self._stored).reshape(len(self._stored), -1)
         self.rows, self.columns = rows.count, table.shape[1]
-        self._codes = np.empty(table.shape, np.int64)  # Class numbers from 0; no class is in two columns.
+        self._codes = np.empty(table.shape, np.int64)  # Class numbers from 0; equal labels in two columns differ.
         classes = 0
         for column in range(self.columns):
             values, codes = np.unique(table[:, column], return_inverse=True)

@@ -188,7 +188,7 @@ def test_without_labels_there_is_no_label_distance(tmp_path: Path, labels: npt.N
         assert (order.label_distance, order.batch_deviation, order.standard_error) == (None, None, None)
     assert of(report, False).chunks_per_batch == 3.0
     assert of(report, False).storage_correlation == pytest.approx(1)
-    assert report.advice.startswith("No labels")
+    assert report.advice.startswith("No integer labels")
     assert "label distance is" not in report.to_text()
 
 
