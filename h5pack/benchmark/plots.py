@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 FORMATS = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
 _PANEL_INCHES, _HEIGHT_INCHES, _DPI = 6.2, 5.2, 150
 _MAX_NAMES = 9
-"""Maximum number of variants named along an axis, beside the recommended one."""
+"""Maximum number of variants that are named along an axis. The recommended variant is named in addition."""
 _DARK, _GRAY = "#202124", "#6e7378"
 
 
@@ -159,7 +159,7 @@ def _speeds(table: SweepTable, variant: FileVariant, series: _Series, cache: str
 
 def _draw_panel(panel: Axes, report: BenchReport, table: SweepTable, series: list[_Series], cache: str) -> None:
     variants = sorted(table.compared(), key=lambda one: (one.is_input, one.chunk_bytes is None))
-    # A line connects the chunk sizes. The contiguous variant and the input file are separate points to their right.
+    # A line connects the chunk sizes. To the right of it, the contiguous variant and the input file are single points.
     chunked = [slot for slot, one in enumerate(variants) if one.chunk_bytes is not None and not one.is_input]
     alone = [[slot] for slot in range(len(variants)) if slot not in chunked]
     top = 0.0
@@ -190,7 +190,10 @@ def _draw_panel(panel: Axes, report: BenchReport, table: SweepTable, series: lis
 
 
 def _draw_ceiling(panel: Axes, report: BenchReport, cache: str, top: float) -> float:
-    """Draw the ceiling as a line, or only as text if it is far above `top`; return the height it needs."""
+    """Draw the ceiling as a line, or only as text if its speed is far above `top`.
+
+    Return the speed that the axis must reach to show the line; 0 without a line.
+    """
     ceiling = report.ceiling_of(cache)
     if ceiling is None:
         return 0.0

@@ -40,9 +40,9 @@ from h5pack.pack.options import convert_command, copy_name, lacks_labels
 from h5pack.system.text import counted
 
 _MAX_FINALISTS = 6
-_NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) counts as near it.
+_NEAR = math.log(1.5)  # A variant up to this distance from the default (see `_effort`) counts as near the default.
 WORTH = 1.15  # A chunk size is recommended instead of the default only if it is at least this many times as fast.
-_BUSY_SPREAD = 1.5  # The machine counts as busy if the speed ratios of similar variants vary by more than this factor.
+_BUSY_SPREAD = 1.5  # The machine counts as busy if speed ratios vary by more than this factor (see `_is_busy`).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,21 +67,24 @@ class Recommendation:
     of_ceiling: tuple[float, float, float] | None = None
     ceiling_threads: int = 0  # Number of threads that measured the ceiling.
     ties: tuple[str, ...]  # Labels of this variant and of those without a clear difference to it; all if not compared.
-    compared: bool = True  # Whether variants were compared; False if the sample is too small, or they hardly matter.
-    hardly_matters: bool = False  # Whether all images are read so fast that no other variant can save much.
-    memory_images: int = 0  # How many images fit into half of the memory; larger datasets are judged by cold reads.
+    compared: bool = True  # Whether variants were compared; False if the sample is too small, or if `hardly_matters`.
+    hardly_matters: bool = False  # Whether all images are read so fast that no other variant can save much time.
+    memory_images: int = 0  # Number of images that fit into half of the available memory.
     reasons: tuple[str, ...]  # Sentences that explain the recommendation.
     command: str  # Command line that converts to the variant; empty if `convert` is False.
     code: str  # Python code that reads the file with these settings.
     is_default: bool = False  # Whether `h5pack.convert` makes the variant's chunks by default.
     busy: bool = False  # Whether repeats differed too much to compare variants, as on a busy machine.
-    best_in_median: bool = False  # Whether no other variant is, in the median, fast enough to be worth it.
-    unsure: bool = False  # Whether more turns may show that another variant is worth it; False if `busy`.
-    gain: float | None = None  # Speedup over reading the input file with h5py, one index per call, if measured.
+    # True: the median speed ratio of each other variant is too low for recommending that variant (see `_worth`).
+    best_in_median: bool = False
+    unsure: bool = False  # Whether more turns could lead to another recommendation; False if `busy`.
+    # Speedup over reading the input file with h5py, one index per call. None if that was not measured, or if the input
+    # file itself is recommended.
+    gain: float | None = None
 
     @property
     def label_note(self) -> str:
-        """Advice if `command` names fields to pack, but no labels; else empty."""
+        """Advice on labels if `command` packs fields, but no labels; else empty."""
         if not lacks_labels(shlex.split(self.command)):
             return ""
         return "The command packs no labels, because no dataset is named like labels; choose one with labels=NAME."
@@ -92,19 +95,22 @@ class Findings:
     """The measurements of the sweep and of the run-off (see `bench.py`), and what is needed to judge them."""
 
     variants: Sequence[FileVariant]
-    measurements: list[Measurement]  # These two lists may grow.
+    measurements: list[Measurement]  # The sweep. Measuring adds elements to this list and to `run_off`.
     run_off: list[Measurement]
     workload: Workload
     cache: str  # The page-cache state whose speeds decide.
 
     @property
     def cases(self) -> dict[BenchCase, FileVariant]:
-        """The cases that compare variants. None is of a contiguous copy, because `convert` writes no such file."""
+        """The case of each variant by which it is compared with others, and the variant.
+
+        A contiguous copy is left out, because `convert` does not write contiguous files.
+        """
         given = [one for one in self.variants if one.is_input or one.chunk_rows is not None]
         return {self.workload.case(one.label, self.cache): one for one in given}
 
     def compared(self) -> list[_Compared]:
-        """Return the measurements of `cases`, which differ only in the variant, with their variants."""
+        """Return the variants of `cases` that were measured, with their measurements."""
         cases, again = self.cases, {one.case: one for one in self.run_off}
         some = [one for one in self.measurements if one.speeds and one.case in cases]
         found = [(one, CaseRepeats.of(one, again.get(one.case))) for one in some]
@@ -112,7 +118,7 @@ class Findings:
 
 
 def missing(findings: Findings, not_packed: Sequence[str] = ()) -> list[str]:
-    """Return phrases on what is missing for a recommendation, such as repeats of variants that are not slow."""
+    """Return phrases on what is missing for a recommendation. Clearly slow variants do not need all their repeats."""
     measured, cases = (*findings.measurements, *findings.run_off), findings.cases
     if cases.keys().isdisjoint(one.case for one in measured):
         return ["H5Loader in window shuffle (orders='window', engines='direct'), by which variants are compared"]
@@ -124,19 +130,19 @@ def missing(findings: Findings, not_packed: Sequence[str] = ()) -> list[str]:
         repeats = len(found[case].speeds) if case in found else 0
         slow = case in found and max(found[case].speeds) < HOPELESS * best
         if repeats < MIN_REPEATS and not slow and case not in failed:
-            phrases.append(f"{variant.label}: {repeats} of {MIN_REPEATS} repeats")
+            phrases.append(f"{variant.label}: only {repeats} of {MIN_REPEATS} repeats were measured")
     if not found and not phrases:
         phrases.append("H5Loader in window shuffle, which failed; the whole report, with full=True, lists the errors")
     if len(cases) < 2 and not_packed:
-        phrases.append(f"not packed: {', '.join(not_packed)}")
+        phrases.append(f"variants that were not packed: {', '.join(not_packed)}")
     return phrases
 
 
 def finalists(findings: Findings) -> list[BenchCase]:
     """Return the cases to measure again side by side: one for each of the fastest variants, the fastest first.
 
-    The input file and the variant nearest to the default are always included, because all others are compared with
-    these two.
+    The input file and the variant nearest to the default are always included, because all other variants are compared
+    with these two.
     """
     some = findings.compared()
     packed = [one for one in some if not one.variant.is_input]
@@ -213,16 +219,16 @@ class _Compared(CaseRepeats):
     variant: FileVariant
 
     def is_faster(self, other: _Compared, min_turns: int = MIN_TURNS) -> bool:
-        """Return whether this variant is faster than the other: by `Measurement.is_faster`, or by a sign test.
+        """Return whether this variant is faster than `other`: by `Measurement.is_faster`, or by a sign test.
 
-        The sign test has a level of 1 %, and tests whether the median of the other's speed divided by this one's is
-        below `TIE`. It needs at least 7 turns.
+        The sign test has a level of 1 %. It tests whether the median of a ratio is below `TIE`: the speed of `other`
+        divided by the speed of this variant. The test needs at least 7 turns.
         """
         mine, others = self.beside(other)
         return mine.is_faster(others, min_turns) or _is_below(other.ratios(self, all_turns=True), TIE, 0.01)
 
     def is_likely_faster(self, other: _Compared) -> bool:
-        """Return whether this variant is faster than the other, or likely faster.
+        """Return whether this variant is faster than `other`, or likely faster.
 
         It is likely faster if there are at least `MIN_REPEATS` ratios of their speeds (see `ratios`), all of them are
         above 1, and their median is above 1 / `TIE`.
@@ -235,17 +241,18 @@ class _Compared(CaseRepeats):
 def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bool) -> _Compared:
     """Return the recommended variant. The *usual* variant is the one of least effort (see `_effort`).
 
-    Without `compare`, return the usual variant. But if that is the input file, and the variant nearest to the default
-    is faster, return that one.
+    Without `compare`, return the usual variant. Exception: if the usual variant is the input file, and the variant
+    nearest to the default is faster, return the variant nearest to the default.
 
-    With `compare`, the first case that applies decides:
+    With `compare`, the first rule that applies decides:
 
-    - No variant is near the default: return the nearest of those that are not likely slower than another.
-    - The usual variant is the input file: apply these rules to the variants that are faster than it; if there are
-      none, return the input file.
-    - Otherwise: return the fastest of the variants that are faster than the usual one by at least `WORTH`. If several
-      are fastest, return the one of least effort among them, so that noise does not decide. If none is that much
-      faster, return the usual one.
+    - If the usual variant is not near the default (see `_NEAR`), return the one of least effort among the variants that
+      are not likely slower than another.
+    - If the usual variant is the input file, apply these rules to the variants that are faster than the input file. If
+      there are none, return the input file.
+    - Otherwise, find the variants that are at least `WORTH` times as fast as the usual one, and return the fastest of
+      them. If several are fastest, return the one of least effort among them, so that noise does not decide. If no
+      variant is that much faster, return the usual one.
     """
 
     def least_effort(some: Sequence[_Compared]) -> _Compared:
@@ -266,7 +273,7 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
 
 
 def _is_busy(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> bool:
-    """Return whether the pick has the least effort, but speeds vary too much to say whether others are faster."""
+    """Return whether `picked` is the variant of least effort, and speeds vary too much to say if others are faster."""
     others = [one.ratios(picked) for one in found if one is not picked and not picked.is_faster(one)]
     spread = statistics.median([ratios[-1] / ratios[0] for ratios in others if ratios] or [1.0])
     usual = min(_effort(one.variant, workload) for one in found)
@@ -275,7 +282,7 @@ def _is_busy(picked: _Compared, found: Sequence[_Compared], workload: Workload) 
 
 
 def _is_best(picked: _Compared, found: Sequence[_Compared]) -> bool:
-    """Return whether sign tests make it certain that no other variant is fast enough to be worth it (see `_worth`)."""
+    """Return whether sign tests show that no other variant is fast enough to be recommended instead (see `_worth`)."""
     others = [one for one in found if one is not picked and not picked.is_faster(one)]
     return all(_is_below(one.ratios(picked, all_turns=True), _worth(picked)) for one in others)
 
@@ -300,8 +307,15 @@ def _is_below(ratios: Sequence[float], bound: float, level: float = 0.05) -> boo
 def _effort(variant: FileVariant, workload: Workload) -> tuple[int, float]:
     """Return a sort key: the kind of the variant, and the distance of its chunk size from the default.
 
-    The kinds are 0: the input file; 1: uncompressed; 2: compressed; 3: the input file if `decodes_input` is true. The
-    distance is the absolute value of the logarithm of (rows per chunk / default rows per chunk).
+    The kinds are:
+
+    - 0: the input file, if `decodes_input` is false;
+    - 1: an uncompressed variant;
+    - 2: a compressed variant;
+    - 3: the input file, if `decodes_input` is true.
+
+    The distance is the absolute value of the logarithm of (rows per chunk / default rows per chunk). The distance of
+    the input file is 0.
     """
     if variant.is_input or variant.chunk_rows is None:
         return 3 * workload.decodes_input, 0.0
@@ -313,9 +327,9 @@ def _name(variant: FileVariant) -> str:
 
 
 def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, hardly_matters: bool) -> list[str]:
-    """Return sentences on how long an epoch takes with each chunk size; empty if there is only one.
+    """Return a list of one sentence on how long an epoch takes with each chunk size; empty if there is only one size.
 
-    An input file that is not recommended is left out, because `_gain` gives its time.
+    An input file that is not recommended is left out, because the sentences of `_gain` state its time.
     """
     texts, fastest, seconds = [], 1.0, workload.num_images / picked.stated.median
     for one in found:
@@ -338,7 +352,7 @@ def _epochs(picked: _Compared, found: Sequence[_Compared], workload: Workload, h
 def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workload) -> list[str]:
     """Return sentences that compare the recommended variant with the others, by their speeds in the same turns."""
     if len(found) == 1:
-        return ["There was no other variant to compare it with."]
+        return ["There was no other variant to compare the recommended one with."]
     label = _name(picked.variant)
     slower = [one for one in found if picked.is_faster(one)]
     faster = [one for one in found if one.is_likely_faster(picked)]
@@ -381,7 +395,7 @@ def _why(picked: _Compared, others: Sequence[_Compared], workload: Workload) -> 
         return "the default is recommended"
     if all(_effort(picked.variant, workload) <= _effort(one.variant, workload) for one in others):
         return "the one nearest to the default is recommended"
-    return "the size that is faster in most turns is recommended"
+    return "the one that compares best with all others is recommended"
 
 
 def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) -> str:
@@ -401,7 +415,10 @@ def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) 
 
 
 def _gain(findings: Findings, picked: Measurement, compared: Sequence[_Compared]) -> tuple[float | None, list[str]]:
-    """Return the speedup of `picked` over h5py reading the input file, and sentences with the input file's speeds."""
+    """Return the speedup of `picked` over h5py reading the input file, and sentences on the input file's epochs.
+
+    The speedup is None if it is unknown or if `picked` is the input file.
+    """
     images, cache, window = findings.workload.num_images, picked.case.cache, findings.workload.window
     given = next((one for one in findings.variants if one.is_input), None)
     if given is None or given.label == picked.case.variant:
@@ -421,7 +438,7 @@ def _gain(findings: Findings, picked: Measurement, compared: Sequence[_Compared]
     for reader, one in ((f"H5Loader: {when}", own), (f"h5py with one index a call{where}: ", shown)):
         if one is not None:
             epochs = f"{epoch_text(images, *one.speeds)} an epoch instead of {epoch_text(images, picked.median)}"
-            most = "; a training gains at most that" * (picked.median > one.median)
+            most = "; a training gains at most the difference" * (picked.median > one.median)
             reasons.append(f"The input file, read by {reader}{epochs}{most}.")
     return None if plain is None else round(picked.median / plain.median, 2), reasons
 

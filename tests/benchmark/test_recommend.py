@@ -172,14 +172,14 @@ def lacking(*found: Measurement, run_off: Sequence[Measurement] = (), not_packed
 def test_every_variant_that_may_win_needs_three_repeats() -> None:
     slow, fast, other = measured("2 rows", 9), measured("32 rows", 99, 100, 101), measured("128 rows", 80, 81, 82)
     assert lacking(slow, fast, other) == []
-    assert lacking(measured("2 rows", 90, 95), fast, other) == ["2 rows: 2 of 3 repeats"]
+    assert lacking(measured("2 rows", 90, 95), fast, other) == ["2 rows: only 2 of 3 repeats were measured"]
     # Repeats of the sweep and of the run-off count together.
     assert lacking(measured("2 rows", 90, 95), fast, other, run_off=[measured("2 rows", 91)]) == []
-    assert lacking(measured("2 rows"), fast, other) == ["2 rows: 0 of 3 repeats"]
+    assert lacking(measured("2 rows"), fast, other) == ["2 rows: only 0 of 3 repeats were measured"]
     # Images of several sizes make no batch, so no time would help.
     failed = replace(measured("2 rows"), reason="images differ in size")
     assert lacking(failed, fast, other) == []
-    assert lacking(replace(failed, reason=NO_TIME), fast, other) == ["2 rows: 0 of 3 repeats"]
+    assert lacking(replace(failed, reason=NO_TIME), fast, other) == ["2 rows: only 0 of 3 repeats were measured"]
 
 
 def test_a_sample_that_fits_into_caches_decides_nothing() -> None:
@@ -197,7 +197,9 @@ def test_a_sample_that_fits_into_caches_decides_nothing() -> None:
 
 def test_without_another_variant_those_not_packed_or_not_asked_for_are_missing() -> None:
     assert lacking(measured("32 rows", 9, 9, 9)) == []
-    assert lacking(measured("32 rows", 9, 9, 9), not_packed=["9 rows", "2 rows"]) == ["not packed: 9 rows, 2 rows"]
+    assert lacking(measured("32 rows", 9, 9, 9), not_packed=["9 rows", "2 rows"]) == [
+        "variants that were not packed: 9 rows, 2 rows"
+    ]
     assert "orders='window'" in lacking(measured("32 rows", 9, 9, 9, order="full"))[0]
     failed = replace(measured("32 rows"), reason="images differ in size")
     assert "orders='window'" not in lacking(failed)[0]

@@ -77,7 +77,7 @@ def test_the_first_lines_are_the_answer_with_its_figure_and_threads(full: bool) 
     assert all(part in first for part in ("36 rows (4 MiB)", "76,210 images/s", "num_threads=2"))
     report = reports.folder_report()
     report.recommendation, report.enough_seconds = None, 90
-    report.missing = [f"{one.label}: 1 of 3 repeats" for one in report.variants]
+    report.missing = [f"{one.label}: only 1 of 3 repeats were measured" for one in report.variants]
     first, reasons = report.to_text(full).split("\n\n")[:2]
     assert report.parameters[0] == "seconds=90"
     assert report.parameters[0] in first
