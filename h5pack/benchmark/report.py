@@ -34,14 +34,14 @@ from h5pack.system.text import counted, format_bytes, listed, printable
 
 _WIDTH, _MAX_LINES = 100, 12  # Columns of the text, and the maximum number of lines of its reasons.
 _NOISY_RATIO = 1.5
-_LONG_SECONDS = 300  # A longer time budget to recommend: the more repeats, the more outliers can be left out.
+_LONG_SECONDS = 300  # A longer time budget to recommend, because with more repeats more outliers can be left out.
 _Line = tuple[Measurement, list[str]]
 """A measurement, and further cells of its line in a table."""
 
 
 @dataclass
 class BenchReport:
-    """The results of `bench`. After Ctrl-C, it holds the results so far, and `complete` is False."""
+    """The results of `bench`. If the benchmark is interrupted, they are the results so far, and `complete` is False."""
 
     source: str  #: The path, or "generated images".
     kind: str  #: "folder", "file" or "generated".
@@ -61,7 +61,7 @@ class BenchReport:
     notes: list[str] = field(default_factory=list)  #: Remarks on what was left out or assumed.
     recommendation: Recommendation | None = None  #: None if too little was measured to recommend anything.
     missing: list[str] = field(default_factory=list)  #: What else must be measured for a recommendation.
-    enough_seconds: int | None = None  #: Time budget that is likely enough, if a longer one is needed.
+    enough_seconds: int | None = None  #: Time budget that is likely enough, if a recommendation needs a longer one.
     seconds: dict[str, float] = field(default_factory=dict)  #: Duration of each phase; "all" is the total.
     pack_images_per_s: float | None = None  #: Speed of packing; None if nothing was packed.
     load: float | None = None  #: Load average of the machine before the run; None if unknown.
@@ -141,7 +141,7 @@ class BenchReport:
         chunks = f"the default chunks of {chosen.variant}" if chosen.is_default else f"chunks of {chosen.variant}"
         what = f"Convert with {chunks}{size}" if chosen.convert else "Keep the input file, and read it with H5Loader"
         if chosen.is_default and chosen.chunk_rows == self.source_images < self.num_images:
-            what = "Convert with the default chunks"  # The source has fewer rows than one of them.
+            what = "Convert with the default chunks"  # Here, `chunk_rows` is limited by the number of source images.
         again = "measure again when nothing else uses the machine"
         again += f", or add {' '.join(self._longer)} to the options" if self._longer else ""
         if chosen.busy and not chosen.best_in_median:
@@ -207,7 +207,7 @@ class BenchReport:
             if self.num_images != self.source_images:
                 return "", ()
             fits = f"More than about {int(float(f'{chosen.memory_images:.2g}')):,} images may not stay in memory"
-            aim = f"{fits}: to compare chunk sizes for N of them,"
+            aim = f"{fits}: to compare chunk sizes for N images,"
             is_short = self.source_images < 2 * MIN_EPOCH_SECONDS * chosen.images_per_s
             few = is_short or is_small(self.source_images, self.row_bytes)
         how = f"omit the source, which has too few images, and give {size}" if few else "give"
@@ -217,7 +217,7 @@ class BenchReport:
     def _fewest_images(self) -> int:
         """Smallest number of images for which `h5pack.convert` makes the recommended chunks by default.
 
-        0 unless the images were generated and the recommended chunks are the default for a large dataset.
+        0 if the images were not generated, or if the recommended chunks are not the default for a large dataset.
         """
         chosen, counts = self.recommendation, range(1, MANY_IMAGES + 1)
         plan = partial(plan_chunks, row_bytes=self.row_bytes, whole_pages=True)
@@ -227,7 +227,10 @@ class BenchReport:
         return counts[bisect_left(counts, largest, key=lambda count: plan(count).rows)]
 
     def ceiling_of(self, cache: str) -> Ceiling | None:
-        """Return the ceiling for a page-cache state, preferably the one that the recommendation is compared with."""
+        """Return the ceiling for a page-cache state; None if none was measured.
+
+        If several were measured, return the one that the recommendation is compared with, or else the fastest one.
+        """
         measured = [one for one in self.ceilings if one.cache == cache and one.speeds]
         chosen = self.recommendation
         if chosen is not None and chosen.ceiling_threads:
@@ -261,7 +264,10 @@ def speed_text(speed: float) -> str:
 
 
 def measured_text(speeds: Sequence[float]) -> str:
-    """Return the median and, with enough repeats, the largest deviation from it: 83.1k ±6%; "-" without speeds."""
+    """Return the median and, with enough repeats, the largest deviation from the median, such as 83.1k ±6%.
+
+    Without speeds, return "-".
+    """
     if not speeds:
         return "-"
     median = statistics.median(speeds)
@@ -295,7 +301,7 @@ def _answer(report: BenchReport, full: bool) -> list[list[str]]:
         if report.fix is not None and not chosen.convert:
             reasons.append(f"A copy without faults speeds up first epochs and other readers: {printable(report.fix)}")
         load, who = load_text(report.load), "other programs or an earlier run"
-        busy = f"When this began, the machine was busy with {who} ({load}): speeds may vary." if load else ""
+        busy = f"When bench began, the machine was busy with {who} ({load}): speeds may vary." if load else ""
         hint = report._hint()[0]
         hints = (*chosen.reasons, hint) if chosen.hardly_matters else (hint, *chosen.reasons)
         sentences = (chosen.label_note, busy, *hints)
@@ -348,7 +354,7 @@ def _tables(report: BenchReport) -> list[list[str]]:
             blocks.append([title, *_aligned(["", "chunk", "engine", *table.orders], rows)])
     if blocks:
         blocks.append(_legend(report))
-    run_off = "run-off: speeds, and their ratios to the recommended settings (median over the turns)"
+    run_off = "run-off: speeds, and their ratios to the speed of the recommended settings (median over the turns)"
     others: list[_Line] = [(one, []) for one in table.others]
     for title, more_heads, found_lines in (("other settings", [], others), (run_off, ["ratio"], _run_off(report))):
         lines = sorted((line for line in found_lines if line[0].speeds), key=lambda line: -line[0].median)
@@ -384,7 +390,7 @@ def _legend(report: BenchReport) -> list[str]:
     if any(variant.compression != "none" for variant in report.variants):
         marks.append("chunk: uncompressed size x (stored bytes / uncompressed bytes, of all images)")
     readers = {
-        "direct": "H5Loader, without the HDF5 library; single: H5Dataset",
+        "direct": "H5Loader, without the HDF5 library if possible; single: H5Dataset",
         "tuned": "H5Loader through the HDF5 library, with a chunk cache for reading in any order; single: h5py",
         "default": "plain h5py, row by row (sequential: a batch at a time), with its default chunk cache",
     }
@@ -422,9 +428,9 @@ def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _unmeasured(report: BenchReport) -> list[str]:
-    """Return each reason for missing measurements once, with the number of its cases and the first of them."""
+    """Return each reason for missing measurements once, with the number of its cases and the first of these cases."""
     reasons: dict[str, list[BenchCase]] = {}
-    # Leave out the cases that there was no time for: a note says how many they are.
+    # Leave out the cases that there was no time for, because a note states their number.
     tried = [one for one in report.measurements if one.reason != NO_TIME]
     for one in (*tried, *report.run_off):
         if one.reason is not None:
