@@ -55,7 +55,7 @@ def _add_convert(commands: Any) -> None:
         "--part K/N": "write only part K of N (one process of an array job); after all parts, run with --finish",
         "--finish": "complete OUT when all parts are written",
         "--dry-run": "print the plan, but write nothing",
-        "--overwrite": "replace OUT when the new file is complete",
+        "--overwrite": "replace OUT when the new file is complete; discard an unfinished conversion",
         "--resume": "continue an interrupted conversion",
         "--quiet": "print no plan, no progress and no summary",
     })  # fmt: skip
@@ -68,8 +68,8 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         "parquet or mds (default: detected)",
     })  # fmt: skip
     add_options(what, {
-        "--include GLOB": "pack only files whose path matches GLOB; repeatable",
-        "--exclude GLOB": "do not pack files whose path matches GLOB; repeatable",
+        "--include GLOB": "pack only files whose name or path in SOURCE matches GLOB; repeatable",
+        "--exclude GLOB": "do not pack files whose name or path in SOURCE matches GLOB; repeatable",
     }, action="append")  # fmt: skip
     add_options(what, {
         "--limit N": "pack at most N images, evenly spaced in SOURCE",
@@ -82,9 +82,9 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         "table",
         "--split-column NAME": "the column that names each image's split",
         "--field-columns A,B": "columns of numbers, or of lists of numbers, to store as fields",
-        "--mask-columns A,B": "columns of paths of masks",
-        "--image-columns A,B": "columns of paths of further images",
-        "--text-columns A,B": "columns of text to store as fields",
+        "--mask-columns A,B": "columns of paths of masks, to store as fields",
+        "--image-columns A,B": "columns of paths of further images, to store as fields",
+        "--text-columns A,B": "columns of texts, or of lists of texts, to store as fields",
         "--box-columns A,B": "columns that hold lists of boxes",
         "--keypoint-columns A,B": "columns that hold lists of points: x and y, or x, y and visibility",
         "--box-format FORMAT": "numbers of a box: xyxy (default), xywh or cxcywh; stored as xyxy",

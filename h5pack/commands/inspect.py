@@ -96,7 +96,7 @@ def _add_export(commands: Any) -> None:
         "png)",
         "--quality N": "JPEG quality, 1 to 100 (default 95)",
         **PROCESSES,
-        "--overwrite": "replace an earlier export when the new one is complete",
+        "--overwrite": "replace an earlier export when the new one is complete; discard an unfinished export",
         "--resume": "continue an interrupted export",
         "--quiet": "print no progress and no summary",
     })  # fmt: skip

@@ -59,7 +59,7 @@ class Repeat:
 
 
 def min_total_seconds(runs: Iterable[StageRun]) -> float:
-    """Return the expected seconds for `MIN_REPEATS` repeats of each stage, each repeat as short as possible."""
+    """Return how many seconds `MIN_REPEATS` repeats of each stage take, if each is as short as possible."""
     return MIN_REPEATS * sum(run.total_seconds for run in runs)
 
 
