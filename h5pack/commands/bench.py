@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the benchmark and print its report; return the exit status."""
     for name in _OF_SPEED if arguments.mixing else ("split", "epochs"):
         if getattr(arguments, name) != arguments.parser.get_default(name):
-            problem = "is not used with mixing=True; leave one of them out"
+            problem = "is not used with mixing=True; leave out one of them"
             if not arguments.mixing:
                 problem = f"is only used with mixing=True; add mixing=True, or leave out {name}"
             raise OptionsError(f"{name} {problem}", parameters=(name, "mixing=True"))

@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
         "--batch-size N": "images per batch (default: 256); reduced to a quarter of all images if it is larger",
         "--threads N": "reading threads of H5Loader (default: 4, or the number of CPUs if that is lower)",
         "--workers N": "use a DataLoader with N workers instead of H5Loader",
-        "--window N": "chunks that are shuffled together (default: 16)",
+        "--window N": "number of chunks that are shuffled together (default: 16)",
         "--transform MODULE:FUNCTION": "your transform of images, run on the CPU",
     })  # fmt: skip
     pin: dict[str, Any] = {"default": None, "dest": "pin_memory"}
@@ -90,7 +90,7 @@ def _print(report: Any, arguments: argparse.Namespace) -> None:
 
 
 def _show(text: str) -> None:
-    """Show the current activity in a line that the next call overwrites."""
+    """Show the current activity on standard error, in a line that the next call overwrites."""
     print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 

@@ -157,7 +157,10 @@ class DeviceStages:
     def everything(
         self, loader: Any, step: Step, ready_images: Callable[[], int], prefetched: int
     ) -> Callable[[float], Repeat]:
-        """Return a function that measures a whole training loop for a number of seconds; see `measure_epochs`."""
+        """Return a function that measures a whole training loop for a number of seconds.
+
+        `ready_images` and `prefetched` are the parameters of `measure_epochs`, which measures the loop.
+        """
         # The inner monitor measures the loader's batches, which are on the host, so it must not time a CUDA stream.
         quiet: dict[str, Any] = {"warn_stall": None, "profiler_ranges": False}
         inner = FeedMonitor(loader, device="cpu", name="doctor's loader", **quiet)
@@ -182,10 +185,10 @@ def cache_bytes_of(device: torch.device) -> int:
 
 
 def copies_beyond_cache(images: torch.Tensor, cache_bytes: int) -> list[torch.Tensor]:
-    """Return `images` and copies of it, as many as make the total at least twice as large as the device's cache.
+    """Return `images` and up to 15 copies of it, until together they are twice as large as the device's cache.
 
-    There are at most 15 copies. In training, every batch is new, so it is not in the cache. A single batch that is
-    measured repeatedly would be in the cache.
+    In training, every batch is new, so it is not in the cache. A single batch that is measured repeatedly would be in
+    the cache.
     """
     count = min(_MAX_COPIES, max(1, math.ceil(2 * cache_bytes / max(1, images.nbytes))))
     return [images, *(images.clone() for _ in range(count - 1))]
@@ -219,8 +222,8 @@ def make_step(
 ) -> tuple[Step, str]:
     """Return a step that runs `model` for images of `shape`, and the step's description.
 
-    Raise OptionsError if the factory `model` fails or returns something else than a step or module, or if the module
-    cannot be moved to `device`.
+    Raise OptionsError if the factory `model` fails or returns an object of a wrong type, or if the module cannot be
+    moved to `device`.
     """
     if model is None:
         network = _small_network(shape, classes or _DEFAULT_OUTPUTS)

@@ -239,7 +239,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     def _try_out(self, runs: Sequence[StageRun]) -> list[StageRun]:
         """Run stages briefly to learn how long a repeat takes, the needed stages first (see `_is_needed`).
 
-        Return the stages to measure: all needed stages that ran, and as many other stages as the time allows. Raise
+        Return the stages to measure: the needed stages that did not fail, and as many others as the time allows. Raise
         OptionsError if there is far too little time for the needed stages.
         """
         tried: list[StageRun] = []

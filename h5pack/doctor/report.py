@@ -254,7 +254,7 @@ def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> 
 
 
 def _known_text(evidence: Evidence) -> str:
-    """Return a sentence that compares the speeds of the loader and the step alone; "" if one was not measured."""
+    """Return text that compares the speeds of the loader and the step alone; "" if one of them was not measured."""
     feed, step = evidence.rates(evidence.feed_stage), evidence.rates(Stage.STEP)
     if feed is None or step is None:
         return ""
@@ -375,7 +375,7 @@ def _grounds(name: Bottleneck, evidence: Evidence) -> str:
     if stage is Stage.COLD:
         why = ", and the file does not fit into memory"
     elif name is Bottleneck.STORAGE:
-        why = f", and its reads wait {100 - 100 * (evidence.read_busy_fraction or 0.0):.0f} % of the time"
+        why = f", and a thread that reads waits {100 - 100 * (evidence.read_busy_fraction or 0.0):.0f} % of the time"
     elif name is Bottleneck.DECODING:
         words = "rows are read through the HDF5 library" if evidence.encoding is None else evidence.encoding.value
         why = f", and {words} in every epoch"

@@ -118,7 +118,7 @@ class Target:
     def warm(self, seconds: float) -> None:
         """Read rows into the page cache for about `seconds`, and set `hot_rows` to the number of rows read.
 
-        Read at least one shuffle window and at least two batches, even if that takes longer than `seconds`.
+        Read at least one shuffle window and at least two batches (or all rows), even if that takes longer.
         """
         min_rows = max(self._settings.window * self.index.group_rows, 2 * self.batch_size)
         self.hot_rows = self.reader.warm(seconds, min(min_rows, len(self.dataset)))
@@ -149,8 +149,8 @@ class Target:
     def record_failure(self, stage: Stage, error: Exception, what: str, reason: str | None = None) -> None:
         """Record that a stage failed because of `error`.
 
-        In `failures`, record `what` failed and the error, or only the error if it is an H5PackError. In `reasons`,
-        record `reason`, by default the error.
+        In `failures`, record the text `what` with the error in parentheses, or only the error if it is an H5PackError.
+        In `reasons`, record `reason`, by default the error.
         """
         line = error_line(error)
         self.failures[stage] = line if isinstance(error, H5PackError) else f"{what} ({line})"

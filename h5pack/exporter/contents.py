@@ -1,4 +1,4 @@
-"""What the folder of an export contains: image files, and the manifest, a table with one line for each row.
+"""What the folder of an export contains: image files, and the manifest, a table with one line for each exported row.
 
 docs/cli.md describes both. The path of an image file begins with the folders of its split and class. Then comes the
 name stored for the row or, without stored names, the row number. If that path would be invalid or the path of another
@@ -197,7 +197,7 @@ def _class_folders(catalog: Catalog, rules: NameRules) -> tuple[dict[int, str], 
 
 
 def _folder_names(names: Iterable[str], rules: NameRules, *reserved: str) -> list[str]:
-    """Return a distinct, safe folder name for each name, different from those in `reserved`."""
+    """Return a distinct and valid folder name for each name. None of the results is one of the names in `reserved`."""
     used = set(map(rules.fold, reserved))
     found = []
     for name in names:
@@ -208,7 +208,10 @@ def _folder_names(names: Iterable[str], rules: NameRules, *reserved: str) -> lis
 
 
 def distinct_name(name: str, used: set[str], fold: Callable[[str], str] = str) -> str:
-    """Return `name`, with ``~2``, ``~3``, ... at its end if `used` already has it, and add the result to `used`."""
+    """Return `name`, with ``~2``, ``~3``, ... at its end if `used` already has it, and add the result to `used`.
+
+    The names in `used` are folded by `fold`.
+    """
     found, number = name, 2
     while fold(found) in used:
         found, number = f"{name}~{number}", number + 1
@@ -362,9 +365,9 @@ def plan_manifest(source: SourceRows, names: ExportNames) -> Manifest:
 
 
 def _folder_kind(catalog: Catalog, names: ExportNames) -> str | None:
-    """Return the value of `--source` with which `h5pack convert` restores the pack from its folders.
+    """Return the value of `--source` with which `h5pack convert` restores the exported rows from the folders.
 
-    The order of rows may differ. Return None if the folders do not suffice to restore everything else.
+    The order of the rows may differ. Return None if the folders do not suffice to restore everything else.
     """
     classes = list(catalog.label_names or ())
     if catalog.fields or not names.exact_folders or [*_lost_splits(catalog)] or classes != sorted(classes):
@@ -391,14 +394,14 @@ def _folder_order(catalog: Catalog, paths: NameTable) -> str | None:
 
 
 def is_header(cells: Sequence[str]) -> bool:
-    """Return whether these are column names of a manifest from an export, rather than of a user's own table."""
+    """Return whether `cells` are the column names of a manifest that an export wrote, rather than of a user's table."""
     return [*cells[:2]] == ["path", "split"] and any(cell.startswith("row") for cell in cells[-2:])
 
 
 def _column_name(used: set[str], unlabeled: bool, wanted: str) -> str:
-    """Return a distinct name for a column, without white space around it, control characters and commas.
+    """Return a distinct name for a column, without commas, control characters, and white space around the name.
 
-    Commas separate the names in the value of an option.
+    Commas would separate the name into several names in the value of an option.
     """
     name = one_line(wanted).strip().replace(",", ";") or "column"
     # If the table has no labels, `h5pack convert` would take a column with a name in LABEL_COLUMNS for the labels.

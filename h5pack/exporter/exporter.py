@@ -116,7 +116,8 @@ class ExportReport:
     def damage_text(self) -> str:
         """Return lines of text that list the rows that could not be exported (at most 20)."""
         rows = counted(len(self.damaged), "row")
-        lines = [f"{self.path}: {rows} could not be exported; run 'h5pack verify' to check all rows of a pack"]
+        advice = "to find all damaged rows of a pack, run 'h5pack verify'"
+        lines = [f"{self.path}: {rows} could not be exported; {advice}"]
         lines += [f"  row {row.row} ({row.name}): {row.reason}" for row in self.damaged[:_MAX_LISTED]]
         if len(self.damaged) > _MAX_LISTED:
             lines.append(f"  and {len(self.damaged) - _MAX_LISTED:,} more")
@@ -194,13 +195,13 @@ def export(
     -------
     ExportReport
         Its `damaged` lists the rows that could not be exported because they do not match their checksums, cannot be
-        decoded, or hold values outside `value_range`.
+        decoded, hold values outside `value_range`, or have a mask with numbers that are not from 0 to 65,535.
 
     Raises
     ------
     OutputExistsError
-        If the folder is not empty, except for an earlier export with `overwrite`, or a complete export of the same rows
-        with `resume`. Also if an unfinished export exists, and neither `overwrite` nor `resume` is true.
+        If the folder is not empty. (But `overwrite` replaces an earlier export, and `resume` accepts a complete export
+        of the same rows.) Also if an unfinished export exists, and neither `overwrite` nor `resume` is true.
     OutputBusyError
         If another process is exporting to the folder.
     DamagedRowsError
@@ -266,7 +267,7 @@ class ExportFolder:
         self.replaced = self.final.with_name(f"{self.final.name}.replaced")
 
     def check(self, overwrite: bool, resume: bool) -> None:
-        """Raise an error if the export could not be published at this path; call this before any work is done."""
+        """Raise an error if an export cannot or must not be written to this folder. Call this before any work."""
         require_writable(self.final.parent)
         require_replaceable(self.lock_file, self.partial, self.replaced)
         require_replaceable(self.final, writable=False)

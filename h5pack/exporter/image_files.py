@@ -100,7 +100,10 @@ def _only_splits(catalog: Catalog, wanted: Sequence[str]) -> Catalog:
 
 
 class ExportForm(PixelForm):
-    """A conversion of rows to the pixels of PNG files, which keeps the alpha channel and 16-bit gray values."""
+    """A conversion of rows to the pixels of PNG files. It keeps an alpha channel.
+
+    If no `value_range` is given, it also keeps all 16 bits of gray uint16 values.
+    """
 
     def pixels(self, row: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return a row's pixels, uint8 or uint16 (h, w, 1 to 4). Values out of range raise a RejectedImageError."""
@@ -184,7 +187,7 @@ def export_tasks(reader: HDF5RowReader, files: Sequence[NameTable], num_workers:
 
 
 def export_rows(task: ExportTask) -> ExportResults:
-    """Write, keep or check the files of a task, in a worker process."""
+    """Write, keep or check the files of a task (see `_store`), in a worker process."""
     work: ExportWork = shared()
     results = ExportResults(len(task.paths))
     work.reader.begin(task.indices.tolist())
