@@ -47,7 +47,7 @@ _MIN_BATCHES = 13
 # Do not start measurements that need more than this multiple of the remaining time. The first number is for a busy
 # machine, the second for an idle one.
 _SLACK_BUSY, _SLACK = 3.0, 1.5
-# The stages that most verdicts need (see `Diagnosis._is_needed`). Others are left out if time is short.
+# The stages that most verdicts need (see `Diagnosis._is_needed`). Other stages are left out if time is short.
 _NEEDED = frozenset({Stage.LOADER, Stage.TRANSFORM, Stage.STEP, Stage.NORMALIZE, Stage.COPY, Stage.EVERYTHING})
 
 Progress = Callable[[str], None]

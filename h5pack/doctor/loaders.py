@@ -123,7 +123,7 @@ class HostLoaders:
         return loader
 
     def prefetch_of(self, loader: Any) -> tuple[int, Callable[[], int]]:
-        """Return how many batches a loader prefetches, and a function that returns how many images it has ready.
+        """Return how many batches `loader` prefetches, and a function that returns how many images it has ready.
 
         For a DataLoader, the function always returns 0, because this number is unknown.
         """

@@ -306,9 +306,10 @@ class ChunkReader:
         return rows
 
     def run(self, seconds: float, num_threads: int, rows: int, begin: float = 0.0, *, once: bool = False) -> Repeat:
-        """Measure reading the first `rows` rows for `seconds`, again from row 0 after the last one.
+        """Measure reading the first `rows` rows of the split, in `num_threads` threads, for `seconds`.
 
-        Start at the fraction `begin` of the blocks. If `once` is true, stop after all rows even if there is time left.
+        Start at the fraction `begin` of the blocks, and continue at row 0 after the last row. If `once` is true, stop
+        when all rows are read, even if there is time left.
         """
         blocks = list(self._blocks(0, rows))
         deadline, first_block = time.perf_counter() + seconds, int(begin * len(blocks))
