@@ -253,8 +253,8 @@ def make_step(
     if callable(made):
         return made, f"{name}, which returned a step function"
     raise OptionsError(
-        f"the model {name} returned a {type(made).__name__}; it must return a torch module, a pair of a module and a "
-        "loss, or a function of images and labels"
+        f"the model {name} returned an object of type {type(made).__name__}; it must return a torch module, a pair of "
+        "a module and a loss, or a function of images and labels"
     )
 
 
@@ -303,7 +303,7 @@ def default_loss(output: Any, labels: torch.Tensor | None) -> torch.Tensor:
     """Return the default loss of `ModuleStep`, computed from the first tensor of `output`."""
     found = next(tensors_of(output), None)
     if found is None:
-        raise TypeError(f"the module returned a {type(output).__name__} without a tensor; return a tensor")
+        raise TypeError(f"the module returned a {type(output).__name__} that holds no tensor; return a tensor")
     found = found.float()
     if labels is not None and labels.device == found.device and len(labels) == len(found):
         whole = not labels.dtype.is_floating_point
