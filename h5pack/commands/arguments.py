@@ -25,7 +25,7 @@ def comma_names(value: str) -> tuple[str, ...]:
 _TYPES: dict[str, Any] = {
     "N": int, "Q": int, "PIXELS": int, "FRACTION": float, "S": float, "A,B": comma_names,
 }  # fmt: skip
-"""The type to which an option's value is converted, by the option's metavar. With any other metavar, it stays text."""
+"""The type to which an option's value is converted, by the option's metavar. With other metavars, values stay text."""
 _PARAMETERS = {
     "--source": "source_kind", "--workers": "num_workers", "--threads": "num_threads", "--cache": "caches",
 }  # fmt: skip

@@ -185,7 +185,7 @@ def cache_bytes_of(device: torch.device) -> int:
 
 
 def copies_beyond_cache(images: torch.Tensor, cache_bytes: int) -> list[torch.Tensor]:
-    """Return `images` and up to 15 copies of it, until together they are twice as large as the device's cache.
+    """Return `images` and up to 15 copies of it, until together they are at least twice as large as the device's cache.
 
     In training, every batch is new, so it is not in the cache. A single batch that is measured repeatedly would be in
     the cache.
