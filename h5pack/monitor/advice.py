@@ -22,7 +22,7 @@ class Remedy(Enum):
     """
 
     TRY_MORE_READS = (
-        "Perhaps too few reads run at once: {parallel} {units} for the {cpus} that this process may use. Try "
+        "Perhaps too few reads run at once: at most {parallel}, although this process may use {cpus}. Try "
         "`{parameter}={number}`."
     )
     LARGER_CHUNKS = (
@@ -42,10 +42,13 @@ class Remedy(Enum):
         "Rows are read through the HDF5 library ({reason}), one thread at a time. 'h5pack convert' makes a file that "
         "is read directly."
     )
-    DECODE_ONCE = "{encoding} in every epoch. If the disk has room, do so once ('h5pack convert' without compression)."
+    DECODE_ONCE = (
+        "{encoding} in every epoch. If the disk has room, do this only once ('h5pack convert' without compression)."
+    )
     TRANSFORM_ON_DEVICE = "Run the transform on the GPU, for whole batches (DeviceFeed(loader, 'cuda', transform=...))."
     CHEAPER_TRANSFORM = (
-        "Make the transform cheaper. Do operations that are the same in every epoch once, before 'h5pack convert'."
+        "Make the transform cheaper. Apply operations whose results are the same in every epoch only once, before "
+        "'h5pack convert'."
     )
     TRANSFORM_WAITS = (
         "The transform mostly waits (it computes for only {busy:.0f} % of its time). Find out what it waits for."
@@ -54,23 +57,24 @@ class Remedy(Enum):
         "Until then, use more {units}, so that more calls wait at the same time (`{parameter}={number}`)."
     )
     TRANSFORM_IN_PARALLEL = (
-        "Together, the transform's threads use only one CPU: Python's GIL or a lock lets one of them run at a time. "
-        "Use operations on whole tensors, or a DataLoader (`num_workers`)."
+        "Together, the transform's threads use only about one CPU: Python's GIL or a lock lets only one of them run at "
+        "a time. Use operations on whole tensors, or a DataLoader (`num_workers`)."
     )
     LARGER_BATCH_FOR_STEP = (
         "Small batches: with half the batch size, the step reaches only {half:.0f} % of its images/s, so each step "
         "has a fixed cost, which a larger `batch_size` spreads over more images."
     )
     LARGER_BATCH_FOR_LOADER = (
-        "Small batches: each has a fixed cost, but only {rows} images of {size:,} bytes. Set a larger `batch_size`."
+        "Small batches: each batch has a fixed cost, but holds only {rows} images of {size:,} bytes. Set a larger "
+        "`batch_size`."
     )
     UINT8_BATCHES = (
         "Float batches on the host: {size:,} bytes per image, {times:.1f} times the size in the file. Keep uint8 on "
         "the host, and convert to float on the device (DeviceFeed(..., transform=Normalize(...)))."
     )
     STORE_UINT8 = (
-        "Float batches on the host: {size:,} bytes per image. If they are pictures, store them as uint8 ('h5pack "
-        "convert' with value_range)."
+        "Float batches on the host: {size:,} bytes per image. Store ordinary pictures as uint8 ('h5pack convert' with "
+        "value_range)."
     )
     PIN_MEMORY = (
         "Unpinned memory: each batch is copied once more on the host before the GPU can fetch it. Set "
@@ -272,7 +276,7 @@ class _Rules:
             yield self.make(Remedy.READ_IN_WORKERS, self.limits(Bottleneck.LOADER))
         elif evidence.num_workers == 0:
             yield self.make(Remedy.START_WORKERS, self.feed_limits)
-        # If the threads mostly wait, more threads than CPUs are useful, so do not compare the two numbers.
+        # If the threads mostly wait, more threads than CPUs are useful, so do not compare the numbers of both.
         elif not self.limits(Bottleneck.STORAGE) and not (
             self.limits(Bottleneck.TRANSFORM) and evidence.transform_waits
         ):

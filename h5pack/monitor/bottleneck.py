@@ -111,7 +111,7 @@ class StageResult:
 
 
 class Encoding(Enum):
-    """The kind of decoding needed in every epoch. In texts, "in every epoch" follows its value."""
+    """The kind of decoding needed in every epoch. Texts continue a member's value with "in every epoch"."""
 
     IMAGES = "encoded images are decoded"
     CHUNKS = "compressed chunks are decoded"
@@ -216,7 +216,7 @@ class Evidence:
 
     @property
     def feed_cpus_used(self) -> float | None:
-        """CPU seconds per second of the loader, or of the whole process where these are not known separately."""
+        """CPU seconds per second that the loader uses. If that is not known, those that the whole process uses."""
         return self.stages[self.feed_stage].cpus_used if self.feed_stage in self.stages else self.cpus_used
 
     @property
@@ -291,8 +291,9 @@ def judge(evidence: Evidence) -> Verdict:
 def _judge_interval(evidence: Evidence) -> Verdict:
     busy = evidence.feed_is_busy
     if evidence.wait_fraction is not None and evidence.wait_fraction < 0.5:
-        # Only a CUDA device waits longer than the process. It waits for what comes after the loader. The process may
-        # need most of its short wait to launch the kernels of a transform.
+        # The step waits more than twice as long as the process. Only a step on a CUDA device can do so, and it then
+        # waits for what comes after the loader. Decide this first: the process may spend most of its own short wait on
+        # launching the kernels of a transform, which the next condition would take for a slow transform.
         found = Bottleneck.COPY
     elif (evidence.transform_wait_fraction or 0.0) > 0.5:
         found = Bottleneck.TRANSFORM
@@ -308,15 +309,18 @@ def _judge_interval(evidence: Evidence) -> Verdict:
 
 
 def _feed_cause(evidence: Evidence, *, waits: bool) -> Bottleneck:
-    """Return what limits reading: storage if the threads wait, else decoding if any is needed, else the loader."""
+    """Return what limits reading: storage if the threads wait, else decoding or the HDF5 library, else the loader.
+
+    Reading through the HDF5 library counts as decoding.
+    """
     if waits:
         return Bottleneck.STORAGE
     decodes = evidence.encoding is not None or evidence.library_reason is not None
     return Bottleneck.DECODING if decodes else Bottleneck.LOADER
 
 
-# The step counts as waiting if it waits for more than this fraction of the loop's time. `FeedMonitor`'s `warn_stall`
-# has the same default.
+# The step counts as waiting if it waits for more than this fraction of the loop's time. The parameter `warn_stall` of
+# `FeedMonitor` has the same default.
 MAX_STALL = 0.1
 # If the step waits for more than MAX_STALL of the time in some repeats but not in others, and the lowest and highest
 # fraction differ by more than this, there is no verdict.
@@ -378,7 +382,8 @@ class _StageRules:
                 return Verdict(Outcome.NOISY, stage=stage)
         gain = 1 / max(1e-3, 1 - stall)
         if stall > MAX_STALL:
-            # The loop cannot become faster than the device alone. If noise makes that seem slower, the gain is 1.
+            # The loop cannot become faster than the device alone. If noise makes the device alone seem slower than the
+            # loop, the gain is 1.
             gain = min(gain, max(1.0, demand.median / together.median))
         known: dict[str, Any] = {"gain": gain, "first_epoch": self._first_epoch()}
         if stall <= MAX_STALL and not self.evidence.on_gpu and demand.low > _SLOWED * together.high:

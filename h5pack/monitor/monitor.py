@@ -187,7 +187,8 @@ class FeedMonitor(LoaderWrapper):
     def report(self) -> FeedReport:
         """Return the report of the current epoch so far, or of the whole epoch once it has ended.
 
-        The report's attribute `interval` is the report of the last completed interval.
+        The report's attribute `interval` is the report of the last completed interval, or None if there is none. Before
+        the first iteration, the report counts no batches.
         """
         if self._recorder is not None:
             return self._recorder.report()
@@ -206,7 +207,8 @@ class FeedMonitor(LoaderWrapper):
             # Do this before the clock starts, because NVIDIA's driver library takes long to initialize.
             self._probe = GpuProbe(cuda)
         if self._recorder is not None:
-            # Its iterator may still exist. Report now, while the loader's epoch and the progress bar are those of it.
+            # The previous iterator may still exist, and may not have reported. Report its iteration now, while the
+            # loader's epoch and the progress bar still belong to this iteration.
             self._recorder.finish()
         begun = time.perf_counter()
         cursor, fetcher = self._begin(record=False)
@@ -260,7 +262,8 @@ class FeedRecorder:
         self, monitor: FeedMonitor, layers: list[Any], begun: float, device_wait: DeviceWait | None = None
     ) -> None:
         self._monitor, self._layers, self.device_wait = monitor, layers, device_wait
-        self._unreported: list[FeedMonitor] = [weakref.proxy(monitor)]  # empty once a thread reports the iteration
+        # A weak reference to the monitor. The thread that reports the iteration takes it, so the list is then empty.
+        self._unreported: list[FeedMonitor] = [weakref.proxy(monitor)]
         self._gpu: GpuStatus | None = None
         self._gpu_time = float("-inf")
         self.counters = _Counters(begun)
@@ -319,7 +322,8 @@ class FeedRecorder:
         is_new = now.batches > self._last.batches or self._interval is None
         last = self._close_interval(now) if is_new else None
         self._final, self.due = self._report("epoch", self._first, now), float("inf")
-        # The monitor refers to this recorder, and freeing a DataLoader in a reference cycle takes 5 seconds a worker.
+        # Keep only a weak reference. The monitor refers to this recorder, so a strong reference would close a cycle.
+        # Freeing a DataLoader in a reference cycle takes 5 seconds for each of its workers.
         self._monitor = weak_monitor
         try:
             if last is not None:
@@ -357,7 +361,7 @@ class FeedRecorder:
     def _report(self, over: str, first: _Counters, last: _Counters) -> FeedReport:
         seconds = max(last.time - first.time, 1e-9)
         # A wait is counted when its CUDA events have completed, so part of it may belong to an earlier interval. Limit
-        # the sum, which may therefore exceed this interval's length.
+        # the sum of the waits, because it may therefore exceed the length of this interval.
         stall = min(max(0.0, last.stall - first.stall), seconds)
         images = None if last.images is None else last.images - (first.images or 0)
         cpu = last.cpu.since(first.cpu)

@@ -58,8 +58,9 @@ def _children_seconds() -> float | None:
         # The system does not list child processes, so the CPU seconds of children that still run are not known.
         return None if multiprocessing.active_children() else seconds
     try:
-        # The process name, in brackets, may contain brackets. Fields 11 to 14 after the last one, counted from 0, are
-        # the user and system time of the process and of its ended children. A process that has ended has no fields.
+        # The process name, in brackets, may contain brackets. Fields 11 to 14 after the last bracket, counted from 0,
+        # are the user and system time of the process and of its ended children. If the process has ended, there are no
+        # fields.
         stats = [_text(_PROC / child / "stat").rpartition(")")[2].split() for child in set(_descendants(own))]
         ticks = sum(int(ticks) for stat in stats for ticks in stat[11:15])
     except OSError:
@@ -92,7 +93,8 @@ class DeviceWait:
         self._spare: list[tuple[Any, Any]] = []
         self._pending: deque[tuple[Any, Any, float]] = deque()
         self._seconds = 0.0
-        # Another thread may ask for a report. Reentrant, because the garbage collector may end an iteration meanwhile.
+        # Another thread may request a report. The lock is reentrant, because the garbage collector may end an iteration
+        # in a thread that holds the lock.
         self._lock = threading.RLock()
 
     def begin(self) -> None:
@@ -103,7 +105,7 @@ class DeviceWait:
 
     def end(self, host_seconds: float) -> None:
         """Record that a batch arrived, and how many seconds the process waited for it."""
-        # The current stream waits for the copy and the transform, so this event is reached when they are done.
+        # The current stream waits for the copy and the transform, so it reaches this event when both are done.
         self._open[1].record(torch.cuda.current_stream(self._device))
         with self._lock:
             self._pending.append((*self._open, host_seconds))

@@ -47,11 +47,11 @@ class FeedReport:
     cpu_percent: float | None = None
     children_cpu_percent: float | None = None  #: CPU use of the child processes alone
     freshness: float | None = None  #: with an EchoLoader: fraction of the delivered batches that were not repeats
-    gpu: GpuStatus | None = None  #: state of the GPU at the end of the period
+    gpu: GpuStatus | None = None  #: state of the GPU, read at most `interval_seconds` before the end of the period
     interval: FeedReport | None = None  #: in an epoch's report: the report of the last completed interval
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON-serializable dict. The keys are stable across versions."""
+        """Return the report as a JSON-serializable dict, without `interval`. The keys are stable across versions."""
         own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("gpu", "interval")}
         gpu = self.gpu or GpuStatus()
         return {**own, **{f"gpu_{one.name}": getattr(gpu, one.name) for one in fields(gpu)}}

@@ -122,7 +122,7 @@ def test_what_is_recommended(figures: dict[str, Any], known: dict[str, Any], mov
 @pytest.mark.parametrize(
     ("figures", "known", "parts"),
     [
-        (LOADER, WAITS, ["4 threads for the 8 CPUs", "num_threads=8"]),
+        (LOADER, WAITS, ["at most 4, although", "8 CPUs", "num_threads=8"]),
         (LOADER, {**WAITS, "num_workers": 1}, ["num_workers=8"]),
         (TRANSFORM, SLEEPS, ["num_threads=8", "3 % of its time"]),
         (LOADER, {"used": BUSY}, ["num_threads to 8"]),
