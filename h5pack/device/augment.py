@@ -115,7 +115,7 @@ class Changes(NamedTuple):
 
 @dataclass(frozen=True)
 class Augmentation:
-    """The augmentation options of `Normalize`, under the same names. Raises OptionsError for invalid values."""
+    """The augmentation options of `Normalize`. Raises OptionsError for invalid values."""
 
     flip: float = 0.0  # Probability of a horizontal flip.
     # An int: pixels of padding, added on each side before a window of the image's size is cut out.
@@ -233,8 +233,9 @@ class AugmentationDraws:
 
     flip = _Row("flip")  #: 1 for an image to flip horizontally, else 0. Flips are applied after the crop.
     vertical_flip = _Row("vertical_flip")  #: 1 for an image to flip vertically, else 0.
-    top = _Row("top")  #: First row of the crop window, in pixels of the image; negative in the padding above the image.
-    left = _Row("left")  #: First column of the crop window.
+    #: First row of the crop window, in pixels of the image; negative if it is in the padding above the image.
+    top = _Row("top")
+    left = _Row("left")  #: First column of the crop window; negative if it is in the padding on the left.
     box_top = _Row("box_top")  #: First row of the box to erase, in pixels of the result; 0 if nothing is erased.
     box_left = _Row("box_left")  #: First column of the box.
     box_height = _Row("box_height")  #: Height of the box; 0 if nothing is erased.

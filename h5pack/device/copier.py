@@ -133,7 +133,7 @@ class DeviceCopier:
             self._kept = None
         with operations.on(stream), profiler_range("copy"):
             # `joined` contains the copies by the `id` of the original tensor. A mapping may make new tensors on each
-            # access. Keep these in a list: if one of them were freed, a later tensor could get the same `id`.
+            # access. Keep them in a list: if one of them were freed, a later tensor could get the same `id`.
             elements = [element for _, element in named_elements(fetched.batch).values()]
             joined = self._joined_copies(elements)
             fetched.batch = map_tensors(
@@ -189,10 +189,10 @@ class DeviceCopier:
         return self._kept[1]
 
     def _joined_copies(self, elements: list[Any]) -> dict[int, torch.Tensor]:
-        """Queue one copy operation for each list of tensors that can be joined.
+        """Queue one copy operation for each list in `elements` whose tensors can be joined.
 
-        Return the copy of each tensor by the `id` of the original tensor. To copy a single small tensor takes as long
-        as to copy all tensors of a list at once.
+        Return the copy of each tensor by the `id` of the original tensor. Copying a single small tensor takes as long
+        as copying all tensors of a list at once.
         """
         copies: dict[int, torch.Tensor] = {}
         for element in elements:
@@ -217,8 +217,8 @@ def apply_transform(transform: ImageTransform, fetched: FetchedBatch, device: to
 
     The transform runs outside of inference mode, because the consumer may be in this mode during prefetching, but no
     longer when it uses the batch. If the transform may draw from torch's generators (``transform.draws``), they are
-    seeded during the call, from torch's seed, the epoch, the batch's number and the rank. Without this, the result
-    would depend on how many numbers the training step has drawn before.
+    seeded during the call, from torch's seed, the epoch, the batch's number and the rank. Without seeding, the
+    result would depend on how many numbers the training step has drawn before.
     """
     seeded = _seeded(device, fetched.epoch, fetched.number) if transform.draws else contextlib.nullcontext()
     with outside_inference_mode(), seeded:

@@ -32,9 +32,9 @@ class DeviceFeed(LoaderWrapper):
     """A loader that delivers the batches of another loader on a device.
 
     On CUDA, a thread fetches batches from the loader and queues their copies from pinned memory. The copies and the
-    transforms run on separate CUDA streams, while the training step runs. On the CPU and on devices other than CUDA,
-    each batch is fetched, copied and transformed in the caller's thread when it is requested. The batches on CUDA and
-    on the CPU are the same if the transform gives the same results on both.
+    transforms run on separate CUDA streams, while the training step runs. On any other device, such as the CPU, each
+    batch is fetched, copied and transformed in the caller's thread when it is requested. The batches on CUDA and on the
+    CPU are the same if the transform gives the same results on both.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class DeviceFeed(LoaderWrapper):
         return 0.0 if self._transform is None else self._transform.seconds
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin the loader's next epoch and return an iterator over its batches. On CUDA, it prefetches batches."""
+        """Begin the loader's next epoch. Return an iterator over its batches, which prefetches them on CUDA."""
         # A DataLoader with persistent workers has a single iterator, so a new iteration must end all earlier ones.
         persistent = first_attribute(layers_of(self.loader), "persistent_workers")
         for thread in list(self._threads):

@@ -81,8 +81,8 @@ class Normalize:
         Memory format of the result. Its shape is (N, C, H, W) in both cases.
     channels : {"last", "first"}, optional
         Which axis of the images is the channel axis: (N, H, W, C) or (N, C, H, W). Default: the axis whose length is
-        the length of `mean` and `std`, or the axis of length 1 or 3 if neither is given. If both axes or none of them
-        have such a length, calls raise `OptionsError`.
+        the length of `mean` and `std`, or the axis of length 1 or 3 if neither is given. If both axes have such a
+        length, or neither has, calls raise `OptionsError`.
     flip : float or bool
         The probability of a horizontal flip. True: 0.5.
     crop : int, RandomCrop, CenterCrop or RandomResizedCrop, optional
@@ -106,8 +106,8 @@ class Normalize:
         Seed of the random augmentation.
     backend : {"auto", "torch", "triton"}
         "auto": use a Triton kernel for CUDA tensors if Triton works, and torch operations otherwise. "torch": always
-        use torch operations. "triton": use a Triton kernel, or raise an error. Inside ``torch.compile``, torch
-        operations are always used, because the compiler fuses them.
+        use torch operations. "triton": use a Triton kernel, or raise an error if that is impossible. Inside
+        ``torch.compile``, torch operations are always used, because the compiler fuses them.
 
     Attributes
     ----------

@@ -1,8 +1,8 @@
 """The arithmetic of `Normalize` by torch operations: windows and flips, colors, scaling, erased boxes.
 
 On a CPU, `Normalize` uses `scale_into` and the functions whose names end in "_on_cpu", which are faster there. On other
-devices, and inside ``torch.compile`` on every device, it uses the others. All functions, and the Triton kernels, give
-the same bits.
+devices, it uses the Triton kernels or, if they cannot be used, the other functions. Inside ``torch.compile``, it uses
+the other functions on every device. All functions, and the Triton kernels, give the same bits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Resized crops: antialiased bilinear resizing of uint8 images.
 
 `resize` and the Triton kernels compute in integers, so they give the same bits on every device. `resize_on_cpu`, which
-`Normalize` uses for tensors on the CPU, is faster, but its levels (0 to 255) may differ from theirs by 1 (by 2 if an
-image shrinks more than 150 times).
+`Normalize` uses for tensors on the CPU, is faster, but its levels (0 to 255) may differ from those of `resize` by 1 (by
+2 if an image shrinks more than 150 times).
 
 The filter is that of torch's ``interpolate(mode="bilinear", antialias=True)`` and of Pillow. Rows and columns are
 resized separately. Let n pixels of the image become m pixels, and let k be the larger of n and m. Then pixel p of the

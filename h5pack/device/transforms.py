@@ -93,7 +93,7 @@ def uniform(key: BatchKey, seed: int, count: int) -> torch.Tensor:
         What the transform was called with.
     seed : int
     count : int
-        How many numbers each sample needs, at most 64. If it needs more, call this function with several seeds, and
+        How many numbers each sample needs, at most 64. For more numbers, call this function with several seeds, and
         concatenate the results.
 
     Raises
@@ -115,7 +115,7 @@ class ImageTransform:
     `seconds` is the total time spent in calls of the transforms. `dataset` is the loader's dataset, None if unknown.
     `rank` is the loader's rank if its epochs may have several copies of a row, else None.
     Raises OptionsError if a transform is not callable, needs row numbers that the dataset does not provide, or has
-    `fields` without being a `Normalize`, such as a compiled `Normalize`.
+    `fields` but is not a `Normalize` (for example, a compiled `Normalize`).
     """
 
     def __init__(

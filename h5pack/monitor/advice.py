@@ -276,7 +276,7 @@ class _Rules:
             yield self.make(Remedy.READ_IN_WORKERS, self.limits(Bottleneck.LOADER))
         elif evidence.num_workers == 0:
             yield self.make(Remedy.START_WORKERS, self.feed_limits)
-        # If the threads mostly wait, more threads than CPUs are useful, so do not compare the numbers of both.
+        # If the threads mostly wait, more threads than CPUs are useful, so do not compare these two numbers.
         elif not self.limits(Bottleneck.STORAGE) and not (
             self.limits(Bottleneck.TRANSFORM) and evidence.transform_waits
         ):

@@ -291,9 +291,10 @@ def judge(evidence: Evidence) -> Verdict:
 def _judge_interval(evidence: Evidence) -> Verdict:
     busy = evidence.feed_is_busy
     if evidence.wait_fraction is not None and evidence.wait_fraction < 0.5:
-        # The step waits more than twice as long as the process. Only a step on a CUDA device can do so, and it then
-        # waits for what comes after the loader. Decide this first: the process may spend most of its own short wait on
-        # launching the kernels of a transform, which the next condition would take for a slow transform.
+        # The step waits more than twice as long as the process. Only a step on a CUDA device can wait longer than the
+        # process: it waits for the copy and the transform, which come after the loader. Decide this first: the process
+        # may spend most of its own short wait on launching the kernels of a transform, which the next condition would
+        # take for a slow transform.
         found = Bottleneck.COPY
     elif (evidence.transform_wait_fraction or 0.0) > 0.5:
         found = Bottleneck.TRANSFORM
