@@ -65,7 +65,7 @@ class Remedy(Enum):
         "has a fixed cost, which a larger `batch_size` spreads over more images."
     )
     LARGER_BATCH_FOR_LOADER = (
-        "Small batches: each batch has a fixed cost, but holds only {rows} images of {size:,} bytes. Set a larger "
+        "Small batches: each batch has a fixed cost, but holds only {images} of {size:,} bytes. Set a larger "
         "`batch_size`."
     )
     UINT8_BATCHES = (
@@ -255,7 +255,7 @@ class _Rules:
         if self.limits(Bottleneck.STEP) and half is not None and half < _OVERHEAD and steady:
             yield self.make(Remedy.LARGER_BATCH_FOR_STEP, half=100 * half)
         if 0 < rows * size < _SMALL_BATCH_BYTES and self.limits(Bottleneck.LOADER, Bottleneck.COPY):
-            yield self.make(Remedy.LARGER_BATCH_FOR_LOADER, rows=rows, size=size)
+            yield self.make(Remedy.LARGER_BATCH_FOR_LOADER, images=counted(rows, "image"), size=size)
         if evidence.stored_float and evidence.loaded_float:
             yield self.make(Remedy.STORE_UINT8, self.limits(Bottleneck.COPY, *FEED - {Bottleneck.DECODING}), size=size)
         elif evidence.loaded_float and self.has_gpu:

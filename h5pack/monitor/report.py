@@ -72,7 +72,7 @@ class FeedReport:
         """Return speed, stall fraction and GPU utilization as a short text for a progress line."""
         gpu = None if self.gpu is None else self.gpu.utilization_percent
         speed, busy = _number_text(self.images_per_s, " images/s"), _number_text(gpu, " %")
-        return f"{speed}, stall {100 * self.stall_fraction:.0f} %, GPU {busy}"
+        return f"{speed}, stall {100 * self.stall_fraction:.0f} %, GPU use {busy}"
 
 
 def _number_text(value: float | None, unit: str = "") -> str:

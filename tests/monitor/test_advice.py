@@ -128,6 +128,7 @@ def test_what_is_recommended(figures: dict[str, Any], known: dict[str, Any], mov
         (LOADER, {"used": BUSY}, ["num_threads to 8"]),
         (LOADER, ONE, ["1 CPU", "num_threads to 1"]),
         (LOADER, {"batch_rows": 8, "loaded_row_bytes": 3_072}, ["8 images of 3,072 bytes"]),
+        (LOADER, {"batch_rows": 1, "loaded_row_bytes": 3_072}, ["only 1 image of 3,072 bytes"]),
         (COPY, FLOATS, ["602,112 bytes", "4.0 times"]),
         (FED, {"synchronizations": 2.0, "synchronized_at": "train.py:42"}, ["2.0 times", "train.py:42"]),
         (FED, {"idle_gpus": 1}, ["1 idle GPU:", "2 processes"]),

@@ -33,7 +33,7 @@ def test_a_report_in_json_and_text() -> None:
     found = report.to_json()
     assert list(found) == KEYS
     assert (found["step"], found["gpu_name"], found["gpu_memory_used_bytes"]) == (50, "card", None)
-    for part in ("t: ", "40 batches", "10.0 s", "32 images/s", "stall 10 %", "GPU 93 %", "fresh 50 %", "1 MB/s"):
+    for part in ("t: ", "40 batches", "10.0 s", "32 images/s", "stall 10 %", "GPU use 93 %", "fresh 50 %", "1 MB/s"):
         assert part in report.to_text() == str(report)
 
 
@@ -65,7 +65,7 @@ def test_a_full_disk_ends_the_lines_and_not_the_training(
 def test_the_progress_line(clock: FakeClock, capsys: pytest.CaptureFixture[str]) -> None:
     run(FeedMonitor(SlowLoader(clock, 0.125, 18), warn_stall=None, progress=True), clock, 0.125)
     shown = capsys.readouterr().err
-    assert re.search(r"train 0: 4 batches .*16 images/s, stall 50 %, GPU not available", shown)
+    assert re.search(r"train 0: 4 batches .*16 images/s, stall 50 %, GPU use not available", shown)
     assert "train 0: 18 batches" in shown
 
 
