@@ -33,7 +33,8 @@ LAYOUTS = ("nhwc", "nchw")
 START_METHODS = (None, "fork", "forkserver", "spawn")
 MODES = ("rgb", "gray")
 ORDERS = ("shuffled", "sorted")
-FITS = {"crop": "cropped to the center", "pad": "padded with black", "stretch": "stretched"}  # values, texts in plans
+# The values of `fit`, and how the plan describes each.
+FITS = {"crop": "cropped to the center", "pad": "padded with black", "stretch": "stretched"}
 IO = ("auto", "direct", "buffered")
 KEEP = ("jpeg",)
 RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")

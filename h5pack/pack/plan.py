@@ -51,7 +51,7 @@ class RowOrder:
 
 
 def order_rows(indices: Rows, split_ids: npt.NDArray[np.int32], num_splits: int, seed: int | None) -> RowOrder:
-    """Return the images `indices` (ascending) by split. Each split is shuffled, or in source order without `seed`."""
+    """Return the order of the images `indices` (ascending) by split. With `seed`, shuffle the images of each split."""
     members = [indices] if num_splits == 1 else [indices[split_ids == split] for split in range(num_splits)]
     if seed is not None:
         members = [some[shuffled_split(len(some), seed, split)] for split, some in enumerate(members)]
@@ -81,7 +81,7 @@ def close_holes(split_starts: npt.NDArray[np.int64], packed: npt.NDArray[np.bool
 
 
 _METADATA_BYTES = 65_536
-_MAPPING_BYTES = 1_024  # upper bound of what a virtual file needs for each dataset of a shard, with the shard's name
+_MAPPING_BYTES = 1_024  # upper bound for a dataset of a shard in a virtual file, including the shard's name
 _BLOCK = 65_536
 # An output of at least this size, and this many times as large as the image files, gets a note on how to save space.
 _LARGE_FILE_BYTES, _MANY_TIMES = 256 * 1024 * 1024, 3
@@ -150,7 +150,7 @@ class ConvertPlan:
         return self.height * self.width
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length of axis 0 of the images dataset with the first `rows` rows; encoded rows count in bytes."""
+        """Return the length of axis 0 of the images dataset if it has `rows` rows; in bytes if rows are encoded."""
         return rows if self.offsets is None else int(self.offsets[rows])
 
     @property
@@ -159,7 +159,7 @@ class ConvertPlan:
         return None
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
-        """Return each image's location in the temporary files, or None; `indices`, int64 (n,), are catalog indices."""
+        """Return where each image at `indices`, int64 (n,), is in the temporary files; None if it is in none."""
         return [None] * len(indices)
 
     @property
@@ -176,7 +176,7 @@ class ConvertPlan:
         return ()
 
     def between(self, start: int, stop: int) -> ConvertPlan:
-        """Return the plan of a shard of some rows, with the chunk size and the splits of this plan, even empty ones."""
+        """Return the plan of a shard with rows `start` to ``stop - 1``. It has all splits, even if they are empty."""
         starts = np.clip(self.row_order.split_starts, start, stop) - start
         return replace(
             self,
@@ -186,9 +186,10 @@ class ConvertPlan:
         )
 
     def shard_edges(self) -> list[int]:
-        """Return the first row of each shard (whole chunks, at most `shard_bytes`), then the total number of rows.
+        """Return the first row of each shard, then the total number of rows.
 
-        Raises OptionsError if `shard_bytes` is too small for one chunk.
+        A shard has whole chunks, and at most `shard_bytes` bytes. If `shard_bytes` is None, there is one shard. Raises
+        OptionsError if `shard_bytes` is too small for one chunk.
         """
         size, step = self.options.shard_bytes, self.chunks.rows
         if size is None:
@@ -221,7 +222,7 @@ class ConvertPlan:
 
     @property
     def file_bytes(self) -> int:
-        """Upper bound of the output's size in bytes, with all shards: metadata, chunks, and uncompressed tables."""
+        """Upper bound of the output's size in bytes, including all shards: metadata, chunks and uncompressed tables."""
         structure, size = self.structure, self._data_bytes()
         if self.options.shard_bytes is None:
             return structure.metadata_block_bytes + size
@@ -261,16 +262,16 @@ class ConvertPlan:
         return others + int(self._field_bytes().sum()) + catalog.names.nbytes + _METADATA_BYTES
 
     def _field_bytes(self) -> Rows:
-        """Return the bytes of each row in all fields, without pixels, int64 (N,)."""
+        """Return the bytes of each row in all fields except those of pixels, including checksums, int64 (N,)."""
         columns = (4 + row_bytes(values)[self.row_order.origins] for values in self.catalog.fields.values())
         return sum(columns, np.zeros(self.rows, np.int64))
 
     def reject(self, row: int, reason: str) -> Reject:
-        """Return the image of a row as a reject."""
+        """Return the image of a planned row as a reject."""
         return self.catalog.reject(int(self.row_order.origins[row]), reason)
 
     def require_no_rejects(self, reasons: Mapping[int, str]) -> None:
-        """Raise RejectedImageError if ``strict=True`` and there are `reasons`, whose keys are planned rows."""
+        """Raise RejectedImageError if ``strict=True`` and there are `reasons` (why planned rows were rejected)."""
         for row, reason in reasons.items() if self.options.strict else ():
             refuse_reject(self.source, self.reject(row, reason), self.options, begun=True)
 
@@ -285,7 +286,7 @@ class ConvertPlan:
         return dict(zip(self.catalog.split_names, itertools.pairwise(starts), strict=True))
 
     def notes(self) -> tuple[Note, ...]:
-        """Return notes about the source, maps that are not resized, missing labels, large chunks, and a large file."""
+        """Return notes on the source, fields that are not resized, missing labels, large chunks and a large file."""
         notes = list(self.catalog.notes)
         source_size, labels = self.catalog.reader.uniform_size(), self.catalog.labels
         if source_size not in (None, (self.height, self.width)):
@@ -300,7 +301,7 @@ class ConvertPlan:
                 which = "with the label -1" if self.catalog.label_names is None else "without a label (-1)"
                 notes.append(Note(f"images {which}: {text}"))
         if self.options.chunk_rows is not None and self.options.chunk_rows > self.rows:
-            text = f"chunk_rows exceeds the {self.rows:,} images; these are in one chunk of {self.chunks.rows:,} rows"
+            text = f"chunk_rows exceeds the {self.rows:,} images; the only chunk has room for {self.chunks.rows:,} rows"
             notes.append(Note(text, ("chunk_rows",)))
         is_large = self.file_bytes >= max(_LARGE_FILE_BYTES, _MANY_TIMES * self.source_bytes)
         if self.options.keep is None and self.source_bytes and is_large:
@@ -401,7 +402,10 @@ class NoRowsError(NoImagesError):
 
 
 def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
-    """Return a plan of the rows, without their size and chunks; raises NoImagesError or RejectedImageError."""
+    """Return a plan of the rows, without their size and chunks.
+
+    Raises NoImagesError if no image can be packed, RejectedImageError with `strict`, OptionsError for invalid `val`.
+    """
     rejects = [*catalog.rejects]
     rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
@@ -442,7 +446,10 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
 
 
 def make_plan(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
-    """Return the plan of a conversion to pixels. Raise as `plan_rows`, or if sizes differ or chunks can reach 4 GiB."""
+    """Return the plan of a conversion to pixels.
+
+    Raises the errors of `plan_rows`, SizesDifferError, and OptionsError if a chunk can take 4 GiB or more.
+    """
     plan = plan_rows(source, catalog, survey, options)
     height, width = options.size or _common_size(source, catalog, survey, np.flatnonzero(plan.has_row))
     chunks = _plan_chunks(plan.rows, height * width, options, survey.mask_dtypes)

@@ -46,13 +46,13 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
 
 
 class RowCounts(Protocol):
-    """The planned number of rows of a file, and the length of its images dataset with the first of these rows."""
+    """What `Unfinished` needs of a plan: the planned number of rows, and how long the images dataset is with them."""
 
     @property
     def rows(self) -> int: ...
 
     def stored_rows(self, rows: int) -> int:
-        """Return the images dataset's length with only the first `rows` rows; encoded rows count in bytes."""
+        """Return the length of axis 0 of the images dataset if it has `rows` rows; in bytes if rows are encoded."""
 
 
 class Unfinished:
@@ -67,10 +67,11 @@ class Unfinished:
 
 
 class UnfinishedPack(Unfinished):
-    """The unfinished file of a conversion, continued or created depending on the options. Call `allocate` next.
+    """The unfinished file of a conversion. Depending on the options, it is continued or created. Call `allocate` next.
 
-    With a `PartFile`, other parts may create the file and the journal at the same time. With `distributed`, other
-    machines write rows. `overwrite` says whether this run, or the interrupted one, may replace an existing output.
+    If `lock` is a `PartFile`, other parts may create the file and the journal at the same time. `distributed` says
+    whether other machines write rows, too. The attribute `overwrite` says whether this run may replace an existing
+    output: with the option `overwrite`, now or when the interrupted run began.
     """
 
     plan: ConvertPlan
@@ -102,8 +103,8 @@ class UnfinishedPack(Unfinished):
             output.remove_leftovers(keep_survey=True)
             lock.renew()
         if self._encodes and isinstance(lock, OutputLock) and not os.fstat(lock.descriptor).st_size:
-            # The journal begins before the file has its structure. Give the file a size, because its lock would remove
-            # an empty file.
+            # The journal begins before the file has its structure. Give the file a size, because `OutputLock.close`
+            # would remove an empty file.
             os.ftruncate(lock.descriptor, schema.ALIGNMENT_BYTES)
         if self._encodes and before is None:
             self._start_journal()
@@ -156,7 +157,10 @@ class UnfinishedPack(Unfinished):
         )
 
     def begin_finish(self, rows: int) -> None:
-        """Prepare the file for finishing, which one process does alone. `rows` is the number of rows less rejects."""
+        """Prepare the file for the steps after the last row is written, which one process does alone.
+
+        `rows` is the number of rows that are not rejected.
+        """
         self.own_lock.confirm()
         # Opening a file makes NFS drop cached pages that other machines have changed since.
         os.close(os.open(self.output.partial, os.O_RDONLY | os.O_CLOEXEC))
@@ -171,7 +175,7 @@ class UnfinishedPack(Unfinished):
         return np.arange(start, min(stop, self.plan.rows))
 
     def require_all_parts(self, count: int, results: RowResults) -> None:
-        """Raise IncompletePackError if any of the `count` parts has rows that are not written."""
+        """Raise IncompletePackError if one of the `count` parts has rows that are neither written nor rejected."""
         missing = [part for part in range(1, count + 1) if not results.settled[self.part_rows(part, count)].all()]
         if not missing:
             return
@@ -214,7 +218,7 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
 
 
 def _given(parameter: str, value: Any) -> tuple[str, str]:
-    """Return text such as "with size='32x16'" or "without limit", and the fragment of it that names the parameter."""
+    """Return text such as "with size='32x16'" or "without limit", and its fragment that names the parameter."""
     if value is None or value is False or value in ([], ()):
         return f"without {parameter}", parameter
     if parameter in ("size", "value_range"):
@@ -244,8 +248,8 @@ def _refused(
 def verify_existing(path: Path, shards: Iterable[Path], catalog: Catalog, options: ConvertOptions) -> tuple[int, int]:
     """Check that a complete output was made with these options from this source; return the counts (rows, rejects).
 
-    `shards` are the packs to which it refers. Only names of images, splits, labels, classes and fields are compared,
-    because a complete pack has no fingerprints of its source's images.
+    Compare the images' names, splits, labels and fields, but not the images: a complete pack has no fingerprints of
+    the images in its source. `shards` are the packs to which the output refers. Raises OutputExistsError.
     """
     with open_file(path) as file:
         if schema.FORMAT not in file.attrs:
@@ -297,7 +301,7 @@ def _same_source(file: h5py.File, catalog: Catalog, val: float | None) -> bool:
         images = Counter(_row_keys(names, catalog.split_ids, catalog.labels))
         if not Counter(_row_keys(packed, stored_splits, labels)) <= images:
             return False
-        # It is unknown which row holds which of several images with one name. Do not compare their fields.
+        # If several images have the same name, it is unknown which row holds which image. Do not compare their fields.
         counts = Counter(names)
         rows = rows[[counts[name] == 1 for name in packed]]
     origins = np.array([index[packed[row]] for row in rows.tolist()], np.int64)
@@ -315,7 +319,7 @@ def _row_keys(names: list[bytes], split_ids: npt.NDArray[Any], labels: npt.NDArr
 
 
 def _same_field(file: h5py.File, name: str, values: FieldValues, rows: npt.NDArray[np.int64]) -> bool:
-    """Return whether rows of a pack have these values; boxes and points, which resizing moves, are not compared."""
+    """Return whether `rows` of a pack have these values. Boxes and keypoints are not compared: resizing moves them."""
     path = schema.field_path(name)
     if not isinstance(file.get(path), h5py.Group if isinstance(values, RaggedRows) else h5py.Dataset):
         return False

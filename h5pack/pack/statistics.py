@@ -28,7 +28,7 @@ def statistics_range(plan: ConvertPlan, row_order: RowOrder) -> tuple[int, int]:
 
 
 def sampled_rows(start: int, stop: int, encoded: bool = False) -> npt.NDArray[np.int64]:
-    """Return the rows that the statistics are computed from; see `schema.statistics_step`."""
+    """Return the rows from `start` to ``stop - 1`` that the statistics use; see `schema.statistics_step`."""
     return np.arange(start, stop, schema.statistics_step(stop - start, encoded), dtype=np.int64)
 
 
@@ -54,7 +54,11 @@ def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint
 
 
 def mean_and_std(total: npt.NDArray[np.uint64], count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Return mean and population std (0 to 1), float64 (C,), from sums, uint64 (2, C); NaN if `count` is 0."""
+    """Return mean and population standard deviation of pixels, scaled to 0 to 1, float64 (C,) each.
+
+    `total`, uint64 (2, C), has the sums of the values and of their squares; `count` is the number of pixels. If it is
+    0, the results are NaN.
+    """
     sums, squares = ([int(value) for value in line] for line in total)
     if not count:
         return np.full(len(sums), math.nan), np.full(len(sums), math.nan)
@@ -92,7 +96,10 @@ def pack_statistics(
 
 
 def statistics_of(total: npt.NDArray[np.uint64], pixels: int, rows: int, step: int, split: str) -> dict[str, Any]:
-    """Return `PackTables.statistics`: mean and std, and what they describe: `rows` rows, every `step`-th of `split`."""
+    """Return `PackTables.statistics`: mean and std of `rows` rows, which are every `step`-th row of the split `split`.
+
+    `total` has the sums of these rows (see `channel_sums`), and `pixels` is the number of their pixels.
+    """
     mean, std = mean_and_std(total, pixels)
     return {"mean": mean, "std": std, "rows": rows, "step": step, "split": split}
 

@@ -57,14 +57,14 @@ class Survey:
     decode_paths: npt.NDArray[np.uint8]  # the `DecodePath` of each image
     fingerprints: npt.NDArray[np.uint64]
     reasons: dict[int, str]  # why images are rejected, by catalog index
-    labels: npt.NDArray[Any] | None = None  # None unless samples come with labels
+    labels: npt.NDArray[Any] | None = None  # of a map-style dataset's samples; else None
     unused: set[str] = field(default_factory=set)  # names of parts of samples that are not packed, such as dict keys
     file_bytes: int = 0  # size of all accepted image files together; 0 if images are not files
-    # Size of each JPEG file in bytes; 0 for other images. Only surveyed if files are kept.
+    # Size of each JPEG file in bytes; 0 for other images. Without `keep`, always 0.
     jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     mask_dtypes: list[str] = field(default_factory=list)  # for each field of masks: the dtype of its widest mask
     orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # in Exif, 1 to 8
-    fields: list[dict[str, Any] | None] = field(default_factory=list)  # of each sample; empty without `has_labels`
+    fields: list[dict[str, Any] | None] = field(default_factory=list)  # of a map-style dataset's samples; else empty
 
     def add(self, indices: slice | list[int], part: Survey, columns: tuple[str, ...]) -> None:
         """Add a part of the survey, whose images have these indices."""
@@ -76,7 +76,10 @@ class Survey:
         self.file_bytes += part.file_bytes
 
     def encode(self, start: int, columns: tuple[str, ...]) -> bytes:
-        """Return this part of a survey, without labels and fields, as the payload of a journal record."""
+        """Return this part of a survey, without labels and fields, as the payload of a journal record.
+
+        `start` is the index of the part's first image in the catalog.
+        """
         reasons = {str(index): reason for index, reason in self.reasons.items()}
         rest = [start, len(self.heights), reasons, sorted(self.unused), self.mask_dtypes, self.file_bytes]
         return b"\0".join([json.dumps(rest).encode(), b"".join(getattr(self, name).tobytes() for name in columns)])
@@ -115,8 +118,9 @@ class SurveyTask:
     names: list[str]
     max_pixels: int
     shown: str  # how messages name the first image
-    masks: list[tuple[str, list[str]]]  # for each field of pixels: its kind, and the names of the images' masks
-    resize: bool  # whether images are resized; otherwise, the images of a sample must have the same size
+    # For each field of pixels: its kind, and the names of the images' masks or further images.
+    masks: list[tuple[str, list[str]]]
+    resize: bool  # whether images are resized; if not, all images of a sample must have the same size
     keep: bool  # whether JPEG files are kept
     fingerprints: npt.NDArray[np.uint64] | None = None  # (n,): of an earlier survey, to compare with
 
@@ -134,8 +138,9 @@ def survey(
 ) -> Survey:
     """Read the headers of all images of a catalog in the workers of `executor`, which share the catalog's reader.
 
-    The `journal` is not used if samples come with labels. Raises SourceError if storage fails or labels differ in
-    shape, WorkerError if another machine lacks a file.
+    If all images are arrays of one size, no header is read. The `journal` is not used for map-style datasets, whose
+    samples come with labels. Raises SourceError if storage fails or labels differ in shape, WorkerError if another
+    machine could not read a file that this one can read.
     """
     count = len(catalog)
     result = Survey.of(count)
@@ -190,13 +195,13 @@ def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -
             where += [status.st_size, status.st_mtime_ns]
     if options.root is not None:
         where.append(os.path.abspath(options.root))
-    # Without the source's options, the results of another column or dataset of images would be taken.
+    # Without the source's options, the results for another column or dataset of images would be used.
     settings = [options.max_pixels, options.keep is not None, options.size is not None, repr(options.source_options)]
     return {"packages": decoder_versions(), "source": where, "catalog": catalog.identity(), "settings": settings}
 
 
 def _require_missing(catalog: Catalog, reasons: dict[int, str], options: ConvertOptions) -> None:
-    """Raise WorkerError if another machine or part could not open a file, but this one does not have that problem."""
+    """Raise WorkerError if another machine or part could not open a file, but this process has no such problem."""
     for index, reason in _missing(reasons).items():
         try:
             image = catalog.reader.survey(index, catalog.names[index], options.max_pixels)
@@ -212,12 +217,12 @@ def _require_missing(catalog: Catalog, reasons: dict[int, str], options: Convert
 
 
 def _missing(reasons: dict[int, str]) -> dict[int, str]:
-    """Return those of `reasons` that say that an image's file, or its mask's, is missing or cannot be opened."""
+    """Return the `reasons` which say that a file of an image or mask is missing or cannot be opened."""
     return {index: reason for index, reason in reasons.items() if reason.endswith(tuple(MISSING_FILE_REASONS))}
 
 
 def with_size_note(catalog: Catalog, survey: Survey, options: ConvertOptions) -> Catalog:
-    """Return the catalog with a note that counts the images that are enlarged, if there are any."""
+    """Return the catalog. If images are enlarged, it gets a note that counts them."""
     if options.size is None:
         return catalog
     low, narrow = survey.heights < options.size[0], survey.widths < options.size[1]
@@ -233,8 +238,9 @@ def with_size_note(catalog: Catalog, survey: Survey, options: ConvertOptions) ->
 def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions) -> Catalog:
     """Return the catalog with boxes and keypoints scaled and moved like their resized images, as float32.
 
-    Boxes are first clipped to their image; a note counts those that reached outside. Fields that came with the samples
-    are added. Images that do not have the size given in their annotations are added to the survey's rejects.
+    Boxes are first clipped to their image. A note counts the boxes that reached outside of it by more than 0.1 pixels.
+    Fields that came with samples are added to the catalog. Images of another size than their annotations say are added
+    to the rejects of the survey.
     """
     catalog = _turned(with_fields(catalog, survey.fields), survey)
     placed = {
@@ -265,7 +271,10 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
 
 
 def _turned(catalog: Catalog, survey: Survey) -> Catalog:
-    """Turn boxes whose annotated size is that before an Exif turn; reject images of any other size than annotated."""
+    """Turn boxes whose annotations are for the image before Exif turns it; reject images of any other size.
+
+    The size of an image according to its annotations is in `Catalog.annotated_sizes`.
+    """
     sizes = catalog.annotated_sizes
     if sizes is None:
         return catalog
@@ -318,12 +327,15 @@ def _task(catalog: Catalog, options: ConvertOptions, block: list[int]) -> Survey
 def again_task(
     catalog: Catalog, options: ConvertOptions, indices: npt.NDArray[np.int64], fingerprints: npt.NDArray[np.uint64]
 ) -> SurveyTask:
-    """Return a task for `first_changed_of` that surveys `indices` again; `fingerprints` are of all images."""
+    """Return a task for `first_changed_of` that surveys the images `indices` again.
+
+    `fingerprints`, uint64 (M,), has the earlier fingerprints of all images of the catalog.
+    """
     return replace(_task(catalog, options, indices.tolist()), fingerprints=fingerprints[indices])
 
 
 def first_changed_of(task: SurveyTask) -> int | None:
-    """Return the catalog index of the first image whose fingerprint has changed; None if none has."""
+    """Return the catalog index of the first image of a task whose fingerprint has changed; None if there is none."""
     _, found, _ = _survey(task)
     changed = np.flatnonzero(found.fingerprints != task.fingerprints)
     return task.indices[int(changed[0])] if len(changed) else None
@@ -386,7 +398,8 @@ def _with_masks(
                 dtypes.append("|u1")
                 continue
             header, mark = reader.survey_mask(number, index, name, task.max_pixels)
-            # If Exif may turn the image, a mask turned by 90 degrees is accepted here, and checked when it is decoded.
+            # Exif may turn the image by 90 degrees. So accept a mask whose height and width are swapped here. Its size
+            # is checked again when it is decoded.
             if decode_path != DecodePath.PILLOW or (header.height, header.width) != (width, height):
                 require_size(header.height, header.width, height, width)
             marks.append(mark)
@@ -408,7 +421,8 @@ def _jpeg_bytes(reader: SourceReader, index: int, name: str) -> int:
         if head != _JPEG_HEAD:
             return 0
         if tail != _JPEG_TAIL:
-            # Decode the file, because it may be whole although other bytes follow the end marker.
+            # The file may be complete although it does not end with the end marker, because other bytes may follow the
+            # marker. So decode it.
             data = reader.read(index, name)
             assert isinstance(data, bytes)
             row_decoder().pixels(data)

@@ -56,7 +56,8 @@ class WriteJob:
     durable: bool = False  # whether rows must be flushed because other machines write, too; see `_write_durably`
     keep: bool = False  # whether rows are the bytes of image files instead of pixels
     fields: tuple[PixelRows, ...] = ()
-    # Distinguishes equal jobs of two conversions: the files that a worker opened for the first may be deleted.
+    # Distinguishes equal jobs of two conversions. Otherwise, a worker would go on using the files that it opened for
+    # the first conversion, although these files may be deleted.
     token: str = field(default_factory=secrets.token_hex)
 
 
@@ -75,7 +76,7 @@ class Images:
 
     @classmethod
     def of(cls, plan: ConvertPlan, indices: npt.NDArray[np.int64]) -> Images:
-        """Return images of a plan by their catalog indices, int64 (n,)."""
+        """Return the images of a plan that have these catalog indices, int64 (n,)."""
         names, masks = plan.catalog.names.at(indices), [one.files.at(indices) for one in plan.catalog.pixel_fields]
         return cls(indices.tolist(), names, plan.decode_paths[indices].tolist(), masks)
 
@@ -91,8 +92,8 @@ class RowGroup:
     rows: npt.NDArray[np.int64]  # (n,): planned rows, ascending
     offsets: npt.NDArray[np.int64]  # (n,): byte offset of each row in the file
     images: Images  # of the rows
-    sampled: set[int]  # which rows the channel statistics use: positions in `rows`
-    field_offsets: list[npt.NDArray[np.int64]]  # `offsets` in each field that is chunked like the images
+    sampled: set[int]  # positions in `rows` of the rows that the channel statistics use
+    field_offsets: list[npt.NDArray[np.int64]]  # like `offsets`, for each field in `WriteJob.fields`
     # Only with `keep`, where rows are contiguous: the end of each row in bytes, counted from the start of the group,
     # and the location of each image's encoded bytes (None: read the image's file).
     ends: list[int]
@@ -116,8 +117,9 @@ def write_tasks(
 ) -> Iterator[WriteTask]:
     """Yield tasks that write the `missing` rows, int64 (n,), ascending.
 
-    The last tasks are small, so that all workers finish at about the same time; but rows that are read in groups are
-    divided into equal tasks. `offsets` are the row offsets of the images, and of each field that is chunked like them.
+    The last tasks are small, so that all workers finish at about the same time. But if rows must be read or written in
+    groups, all tasks have about the same size. `offsets` are the row offsets of the images, and of each field that is
+    chunked like them.
     """
     row_offsets, *field_offsets = offsets
     sampled = np.zeros(plan.rows, np.bool_)
@@ -131,8 +133,8 @@ def write_tasks(
         most = equal_share
     least = max(1, equal_share // 8)
     # A network file system may write back whole pages, so two machines that write to one page could overwrite each
-    # other's rows. So keep the rows of a chunk in one task. Chunks from 64 KiB on share no page; for smaller ones, rely
-    # on `RowFile`, which opens the file such that NFS writes only the bytes that changed.
+    # other's rows. So keep the rows of a chunk in one task. Chunks of at least 64 KiB share no page. For smaller ones,
+    # rely on `RowFile`, which opens the file such that NFS writes only the bytes that changed.
     by_chunk = job.durable and not job.keep and any(one.row_bytes % schema.ALIGNMENT_BYTES for one in offsets)
     row_groups = None  # with `keep`, each file is read by itself
     if by_chunk:
@@ -210,7 +212,7 @@ class _Worker:
         self.field_files = [RowFile(job.path, job.io) for _ in job.fields]
         if os.fstat(self.file.descriptor).st_ino != job.inode:
             self.close()
-            raise OutputBusyError.at(job.path, "was replaced by another conversion; wait until that has finished")
+            raise OutputBusyError.at(job.path, "was replaced by another conversion; wait until it has finished")
 
     def close(self) -> None:
         for file in (self.file, *self.field_files):
@@ -244,7 +246,7 @@ atexit.register(release)
 
 
 def write_rows(task: WriteTask) -> list[RowRecord]:
-    """Write a task's rows (pixels or kept bytes), journal each group after writing it, and return all records."""
+    """Write a task's rows, and journal the record of each group after its rows are written; return all records."""
     return _write_durably(task) if task.job.durable else _write_groups(worker_for(task.job, _Worker), task)
 
 
@@ -299,7 +301,10 @@ def _write_groups(worker: _Worker, task: WriteTask) -> list[RowRecord]:
 
 
 def _journal(worker: _Worker, buffers: list[RowBuffer], record: RowRecord) -> None:
-    """Wait until a group's rows are written, and journal its record unless `_write_durably` does so after flushing."""
+    """Wait until a group's rows are written, then journal its record. If the job is durable, only wait.
+
+    For a durable job, `_write_durably` journals the records after it has flushed the rows.
+    """
     for buffer in buffers:
         buffer.wait()
     if not worker.job.durable:
@@ -397,7 +402,10 @@ def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
 
 
 def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: EncodedFile | None) -> bytes:
-    """Return the bytes of an image's file, or those that `encoded` locates; raise if their size or CRC differs."""
+    """Return the `size` bytes of an image's file or, if `encoded` is not None, those in the temporary file.
+
+    Raises SourceError if the image's file cannot be read or has another size, and the errors of `read_encoded`.
+    """
     if encoded is not None:
         return read_encoded(encoded, size)
     try:
