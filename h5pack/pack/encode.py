@@ -2,9 +2,9 @@
 
 The offset of a row depends on the sizes of all earlier rows, so images must be encoded before the first row is written.
 Each worker appends encoded images and masks to its own temporary file ``encoded-*.bin`` in the journal's folder. After
-each task, it appends a record to a file ``encoded-*.log``. Later, rows are copied from the ``.bin`` files in the pack's
-order, so the output is the same for any number of workers. A resumed conversion compares the bytes in the ``.bin``
-files with the checksums in the records.
+each task, the worker appends a record to a file ``encoded-*.log``. Later, rows are copied from the ``.bin`` files in
+the pack's order, so the output is the same for any number of workers. A resumed conversion compares the bytes in the
+``.bin`` files with the checksums in the records.
 
 If the source reads images in groups, such as the row groups of a Parquet file, the ``.bin`` files also get the JPEG
 files that are stored unchanged.
@@ -231,7 +231,7 @@ def encode_images(
                 for index, reason in record.reasons.items():
                     refuse_reject(plan.source, plan.catalog.reject(index, reason), options, begun=True)
     finally:
-        # With one worker, this process encoded the images. A resumed run would wait until it unlocks its journal file.
+        # With one worker, this process encoded the images. Close its journal file, for whose lock a resumed run waits.
         release()
     return plan.with_encoded(places, reasons)
 

@@ -268,7 +268,7 @@ class Journal:
     def _empty_without_plan(self) -> None:
         """Remove the files of a journal without a plan: a run was killed while it removed this journal."""
         try:
-            # Another process may put its own journal in this place meanwhile. So remove only files of this folder.
+            # Another process may put its own journal in this place meanwhile. So use the descriptor of this folder.
             folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
             return

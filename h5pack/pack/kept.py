@@ -99,7 +99,7 @@ class KeptPlan(ConvertPlan):
             return [0, self.rows]
         fields = self._field_bytes()
         lengths = np.diff(self.offsets) + fields - (int(fields.sum()) - self._tables_bytes()) // self.rows
-        # The last chunk may be almost empty.
+        # The last chunk may be almost empty, so leave room for one more chunk.
         room = size - self.structure.metadata_block_bytes - plan_data_chunks(size).bytes
         if room < 1:
             raise invalid("shard_bytes", size, f" has no room for images; give more than {size - room:,} bytes")

@@ -406,7 +406,7 @@ class OutputLock:
     def isolate(self) -> None:
         """Replace the file by a copy with a new inode, which no late writer can reach.
 
-        A writer on another machine that was given up may only have hung. If it continues, it writes rows at their
+        A writer on another machine that was given up may be suspended. If it continues, it writes rows at their
         planned offsets. Another writer has written the same bytes there, so this does no harm until rows are moved to
         close gaps. So the file is copied before rows move, and late writes go to the old inode, which no longer has a
         name. The same holds for an owner that was silent, and then continues to move rows.

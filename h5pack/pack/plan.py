@@ -123,7 +123,7 @@ class ConvertPlan:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes per row."""
+        """Bytes per row of the images."""
         return self.height * self.width * self.options.channels
 
     @property
@@ -155,7 +155,7 @@ class ConvertPlan:
 
     @property
     def offsets(self) -> Rows | None:
-        """Byte offsets of encoded rows relative to the first, and the last row's end, (N + 1,); None for pixels."""
+        """Byte offset of each encoded row from the first row, and the last row's end, (N + 1,); None for pixels."""
         return None
 
     def encoded_files(self, indices: Rows) -> list[EncodedFile | None]:
@@ -222,7 +222,7 @@ class ConvertPlan:
 
     @property
     def file_bytes(self) -> int:
-        """Upper bound of the output's size in bytes, including all shards: metadata, chunks and uncompressed tables."""
+        """Upper bound of the output's size in bytes, with all shards; an estimate if images must be encoded."""
         structure, size = self.structure, self._data_bytes()
         if self.options.shard_bytes is None:
             return structure.metadata_block_bytes + size
@@ -276,7 +276,7 @@ class ConvertPlan:
             refuse_reject(self.source, self.reject(row, reason), self.options, begun=True)
 
     def all_rejects(self, reasons: Mapping[int, str]) -> list[Reject]:
-        """Return the planned rejects and those found while decoding (`reasons`, by planned row), sorted by name."""
+        """Return the plan's rejects and those found while decoding (`reasons`, by planned row), sorted by name."""
         rejects = [*self.rejects, *(self.reject(row, reason) for row, reason in reasons.items())]
         return sorted(rejects, key=lambda reject: (reject.name, reject.reason))
 
@@ -404,7 +404,7 @@ class NoRowsError(NoImagesError):
 def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOptions) -> ConvertPlan:
     """Return a plan of the rows, without their size and chunks.
 
-    Raises NoImagesError if no image can be packed, RejectedImageError with `strict`, OptionsError for invalid `val`.
+    Raises NoImagesError if no image can be packed, RejectedImageError with `strict`, OptionsError if `val` is refused.
     """
     rejects = [*catalog.rejects]
     rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]

@@ -46,7 +46,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
 
 
 class RowCounts(Protocol):
-    """What `Unfinished` needs of a plan: the planned number of rows, and how long the images dataset is with them."""
+    """What `Unfinished` needs of a plan: the planned number of rows, and the length of the images dataset."""
 
     @property
     def rows(self) -> int: ...
@@ -71,7 +71,7 @@ class UnfinishedPack(Unfinished):
 
     If `lock` is a `PartFile`, other parts may create the file and the journal at the same time. `distributed` says
     whether other machines write rows, too. The attribute `overwrite` says whether this run may replace an existing
-    output: with the option `overwrite`, now or when the interrupted run began.
+    output: if this run or the interrupted one has the option `overwrite`.
     """
 
     plan: ConvertPlan
@@ -191,7 +191,10 @@ class UnfinishedPack(Unfinished):
 
 
 def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) -> None:
-    """Raise ResumeError unless `plan` has the identity (`before`) and fingerprints of the interrupted run."""
+    """Raise ResumeError if `plan` has another identity or other fingerprints than the interrupted run.
+
+    `before` is the identity of the interrupted run (see `identity`).
+    """
     now = identity(plan)
     for name, version in now["packages"].items():
         old = before.get("packages", {}).get(name, "an unknown version")

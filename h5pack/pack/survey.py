@@ -67,7 +67,7 @@ class Survey:
     fields: list[dict[str, Any] | None] = field(default_factory=list)  # of a map-style dataset's samples; else empty
 
     def add(self, indices: slice | list[int], part: Survey, columns: tuple[str, ...]) -> None:
-        """Add a part of the survey, whose images have these indices."""
+        """Add a part of the survey. Its images have the catalog indices `indices`; `columns` are the arrays to copy."""
         for name in columns:
             getattr(self, name)[indices] = getattr(part, name)
         self.reasons.update(part.reasons)
@@ -239,8 +239,8 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
     """Return the catalog with boxes and keypoints scaled and moved like their resized images, as float32.
 
     Boxes are first clipped to their image. A note counts the boxes that reached outside of it by more than 0.1 pixels.
-    Fields that came with samples are added to the catalog. Images of another size than their annotations say are added
-    to the rejects of the survey.
+    Fields that came with samples are added to the catalog. Images of another size than their annotations say are
+    rejected (see `_turned`).
     """
     catalog = _turned(with_fields(catalog, survey.fields), survey)
     placed = {

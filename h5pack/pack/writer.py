@@ -37,7 +37,7 @@ from h5pack.sources.catalog import RUN_AGAIN, SourceReader
 from h5pack.system.processes import shared
 
 # Limits in bytes of a task's rows, and of the image files they come from. Tasks are large, because after each task a
-# worker waits for its last write. On several machines, each task also costs the scheduler 2 ms.
+# worker waits for its last write. On several machines, each task also costs Dask's scheduler 2 ms.
 TASK_BYTES, _TASK_SOURCE_BYTES = 128 * 1024 * 1024, 64 * 1024 * 1024
 _TASKS_PER_WORKER = 16
 # Rows that are not contiguous in the file are written in groups of this size while the next group is decoded.
@@ -173,7 +173,10 @@ def write_tasks(
 def join_groups(
     rows: npt.NDArray[np.int64], groups: npt.NDArray[np.int64], max_rows: int
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Divide ascending rows into ascending arrays of whole groups: at most `max_rows` rows, or one larger group."""
+    """Divide ascending rows into ascending arrays of whole groups: at most `max_rows` rows, or one larger group.
+
+    `groups`, int64 (n,), has the group number of each row.
+    """
     by_group = rows[np.argsort(groups, kind="stable")]
     edges = [0, *(np.flatnonzero(np.diff(np.sort(groups))) + 1).tolist(), len(rows)]
     start = 0
@@ -188,7 +191,7 @@ def join_groups(
 def _written_together(
     rows: npt.NDArray[np.int64], row_offsets: RowOffsets, max_bytes: int, *, scattered: bool
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Divide ascending rows into arrays that are contiguous in the file; with `scattered`, then join short arrays."""
+    """Divide ascending rows into arrays that are contiguous in the file. With `scattered`, join the short arrays."""
     apart: list[npt.NDArray[np.int64]] = []
     for start, count in row_offsets.runs(rows, max_bytes):
         found = np.arange(start, start + count)
@@ -205,7 +208,8 @@ def _written_together(
 class _Worker:
     def __init__(self, job: WriteJob, journal: str | None = None) -> None:
         self.job = job
-        # Open the journal first, because a resumed conversion waits for processes with an open journal.
+        # Open the journal before the file: a resumed conversion waits until no process that may write has its journal
+        # open.
         self.journal = JournalWriter(job.journal, durable=job.durable, path=journal)
         self.decoder = SampleDecoder(job.pixels, job.fields, quiet=True)
         self.file = RowFile(job.path, job.io)
@@ -227,7 +231,7 @@ _local = threading.local()
 
 
 def worker_for(job: Job, create: Callable[[Job], Worker]) -> Worker:
-    """Return this thread's worker for `job`. If it has none yet, close that of an earlier job, and call `create`."""
+    """Return this thread's worker for `job`. If there is none, create it, and close the worker of an earlier job."""
     worker: Worker | None = getattr(_local, "worker", None)
     if worker is None or worker.job != job:
         release()
@@ -253,7 +257,7 @@ def write_rows(task: WriteTask) -> list[RowRecord]:
 def _write_durably(task: WriteTask) -> list[RowRecord]:
     """Write a task's rows, flush them to the disk, then journal them and flush the journal.
 
-    Close all files after each task, because network file systems then send all unsent data.
+    Close all files after each task, because network file systems send all unsent data when a file is closed.
     """
     job = task.job
     before: tuple[WriteJob, str] | None = _local.__dict__.pop("durable", None)
@@ -312,7 +316,7 @@ def _journal(worker: _Worker, buffers: list[RowBuffer], record: RowRecord) -> No
 
 
 class SampleDecoder:
-    """Decodes images, their masks and further images into rows. Each worker thread needs its own; see `Decoder`."""
+    """A decoder of images, their masks and further images into rows. Threads cannot share it (see `Decoder`)."""
 
     def __init__(self, pixels: PixelOptions, fields: Sequence[PixelRows], quiet: bool = False) -> None:
         self.image = Decoder(pixels, quiet)
@@ -402,7 +406,7 @@ def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
 
 
 def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: EncodedFile | None) -> bytes:
-    """Return the `size` bytes of an image's file or, if `encoded` is not None, those in the temporary file.
+    """Return the `size` bytes at the location `encoded` of a temporary file; if it is None, those of the image's file.
 
     Raises SourceError if the image's file cannot be read or has another size, and the errors of `read_encoded`.
     """
