@@ -79,7 +79,8 @@ class DatasetReport:
     files: int = 0  #: number of files that a virtual dataset refers to
     #: size of all decoded chunks if the dataset has faults, but `H5Loader` keeps its decoded chunks in memory; else 0
     kept_bytes: int = 0
-    #: if no dataset is named like labels: `fix` with a field as labels, the only one with a single integer per row
+    #: variant of `fix` that packs a field as labels. It is set only if `fix` has fields but no labels, and exactly one
+    #: of these fields has a single integer per row.
     label_fix: tuple[str, ...] | None = None
 
     @property
@@ -140,8 +141,9 @@ class FileReport:
     #: (start, stop) byte ranges that a program reads to open the file and to look up every chunk of datasets with two
     #: or more axes. Over a network, each range takes one request. A range may include gaps of up to 1 MiB.
     opening: tuple[tuple[int, int], ...]
-    links: tuple[ExternalLink, ...]  #: links to datasets or groups in other files; `datasets` has what they lead to
-    opening_fix: tuple[str, ...] | None = None  #: command that writes a copy for which one range suffices
+    links: tuple[ExternalLink, ...]  #: links to datasets or groups in other files; `datasets` includes these datasets
+    #: command that writes a copy that can be opened with one range; None if one range suffices already
+    opening_fix: tuple[str, ...] | None = None
     stats: dict[str, Any] | None = None  #: class counts and channel statistics, if requested
 
     def to_json(self) -> dict[str, Any]:
@@ -171,7 +173,7 @@ class FileReport:
             lines.append(f"tables   {names}: {counted(len(tables), 'dataset')}, {stored} stored")
         if full:
             size = format_bytes(sum(stop - start for start, stop in self.opening))
-            one = "; to make it 1 range (faster over a network, not on a local disk)"
+            one = "; to need only 1 range (faster over a network, not on a local disk)"
             fix = "" if self.opening_fix is None else f"{one}: {shlex.join(self.opening_fix)}"
             lines.append(f"opening  reads {counted(len(self.opening), 'range')} of the file, {size} in all{fix}")
         stats = self.stats or {}
@@ -321,7 +323,10 @@ def describe_dataset(dataset: h5py.Dataset, labels: str | None = None, name: str
 
 
 def _index_kind(dataset: h5py.Dataset, filters: tuple[str, ...]) -> str | None:
-    """Return the kind of chunk index, derived from the shape by HDF5's rules, because h5py cannot query it."""
+    """Return the kind of chunk index, or None if there are no chunks.
+
+    h5py cannot query the kind. It is derived from the dataset's properties, by the rules of HDF5.
+    """
     if dataset.chunks is None:
         return None
     if dataset.file.id.get_create_plist().get_version()[0] < 3:
@@ -399,7 +404,7 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
 
 
 def _fix(dataset: h5py.Dataset, labels: str | None) -> tuple[str, ...]:
-    """Return a command that writes a copy with uncompressed chunks of whole rows, and with decoded images."""
+    """Return a command that writes a copy with uncompressed chunks of whole rows. It decodes encoded images."""
     name, path = dataset.name.lstrip("/"), dataset.file.filename
     is_image = dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype)
     if is_encoded(dataset) or (is_image and len(channel_axes(dataset.shape[1:])) == 1):
@@ -462,7 +467,10 @@ def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> 
 
 
 def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:
-    """Measure the mean and std of channels on evenly spaced rows; None unless images are finite numbers with 4 axes."""
+    """Measure the mean and std of each channel on evenly spaced rows. uint8 values are divided by 255.
+
+    Return None if the images do not have 4 axes, are no numbers, or have values that are not finite.
+    """
     if images.ndim != 4 or images.dtype.kind not in "iuf" or not images.size:
         return None
     rows = np.unique(np.linspace(0, len(images) - 1, min(len(images), _MAX_SAMPLED_ROWS)).astype(np.int64))

@@ -134,9 +134,9 @@ def preview(
     splits : str or sequence of str
         Show only these splits. Default: all.
     per_class : int, optional
-        Number of images per class. Default: 8, or 32 per split if there are no classes.
+        Maximum number of images per class and split. Default: 8. If there are no classes, the default is 32 per split.
     max_classes : int
-        Maximum number of classes shown per split. Rows without a label are shown in addition.
+        Maximum number of classes shown per split. Some rows without a label are shown in addition.
     tile : int
         Maximum length of an image's longer side on the sheet, in pixels, 16 to 4096.
     seed : int, optional
@@ -345,7 +345,7 @@ def _lines(name: str, source: SourceRows, seed: int | None, shown: list[ShownSpl
 
 
 def _captions(catalog: Catalog, index_of: dict[int, int]) -> dict[int, list[str]]:
-    """Return the lines of text below each image: the row number and, if labels have columns, the nonzero columns."""
+    """Return the lines of text below each image: the row number and, if labels have columns, columns that are not 0."""
     found = {row: [f"row {row}"] for row in index_of}
     table, names = catalog.labels, catalog.label_names or ()
     if table is not None and table.ndim == 2:

@@ -95,8 +95,8 @@ class _Rows:
     """Rows to check: all rows of a large dataset (see `_Structure`), or those of one task, beginning at row `start`.
 
     `offsets` is None if the rows must be read through the HDF5 library, because they are compressed, virtual, or were
-    repacked by another program. In this case, `chunk_rows` and `chunk_bytes` are the size of a chunk (in a virtual
-    dataset, of the chunks that are read together). Otherwise they are 0.
+    repacked by another program. In this case, `chunk_rows` and `chunk_bytes` are the size of a chunk group, in rows and
+    in bytes. Otherwise, they are 0.
     """
 
     name: str  # path of the dataset, or of a group of encoded images or masks
@@ -140,7 +140,7 @@ def verify(
     ----------
     path : path
     num_workers : int, optional
-        Number of worker processes; at least 2 are used. Default: the number of CPUs that this process may use.
+        Number of worker processes; at least 2 are used. Default: the number of CPUs this process may use.
     start_method : str, optional
         "fork", "forkserver" or "spawn". Default: "fork" if that is safe, else "forkserver".
     progress : bool
@@ -172,7 +172,10 @@ def verify(
             return VerifyReport(name, 0, (_problem(name, error),), parameters=error.parameters)
         except BrokenProcessPool:
             version = h5py.version.hdf5_version
-            crash = f"HDF5 {version} crashed on it, or memory ran out (see 'dmesg'); restore the file, or free memory"
+            crash = (
+                f"HDF5 {version} crashed while it read the file, or memory ran out (see 'dmesg'); restore the file, or "
+                "free memory"
+            )
             return VerifyReport(name, 0, (crash,))
         if structure is None:
             raise PackFormatError.at(name, "not an h5pack file, so it has no checksums; describe it with 'h5pack info'")
@@ -254,7 +257,7 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
 
 
 def _problem(path: str, error: H5PackError) -> str:
-    """Return an error about a pack as a line of its report."""
+    """Return the text of an error as a problem for the report: without the path, and without advice to run verify."""
     return str(error).removeprefix(f"{path}: ").removesuffix(f"; {VERIFY_ADVICE}")
 
 
@@ -283,7 +286,7 @@ def _add_large(file: h5py.File, name: str, found: _Structure) -> None:
 
 
 def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
-    """Add encoded images or masks to `found.large`; check them here if their bytes are not contiguous in the file."""
+    """Add encoded images or masks to `found.large`. If their bytes are not contiguous in the file, check them here."""
     if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
         found.problems.append(f"{index.name}/offsets: the rows do not cover all bytes of {index.data.name}")
     checksums = _checksums(file, index.name, found)
@@ -396,12 +399,15 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
 
 
 def _check_attributes(file: h5py.File, name: str, problems: list[str]) -> None:
-    """Add a problem if a field has no kind, or if its values do not fit its class or column names."""
+    """Add a problem if a field has no kind, or if the values of labels or a field do not fit the class or column names.
+
+    `name` is the path of the labels or the field.
+    """
     item = file.get(name)
-    # A field without checksums is not h5pack's own; its missing checksums are reported instead.
+    # h5pack did not write a field without checksums. `_check_other_rows` reports that the checksums are missing.
     is_own = item is not None and schema.checksums_path(name) in file
     if name != schema.LABELS and is_own and schema.KIND not in item.attrs:
-        problems.append(f"{name}: no attribute {schema.KIND!r}, so it is read as numbers that do not move with images")
+        problems.append(f"{name}: no attribute {schema.KIND!r}, so its values are not transformed with images")
     values = item.get(schema.FIELD_DATA) if isinstance(item, h5py.Group) else item
     if not isinstance(values, h5py.Dataset) or values.dtype.kind not in "biuf" or not values.size:
         return
