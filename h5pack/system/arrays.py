@@ -48,10 +48,11 @@ def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def limited_runs(
     edges: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], max_length: int
 ) -> Iterator[tuple[int, int]]:
-    """Divide each of the given runs of ranges into runs that span at most `max_length`, or are a single longer range.
+    """Divide runs of ranges into shorter runs. Each either spans at most `max_length`, or is a single longer range.
 
-    Range i goes from ``starts[i]`` to ``stops[i] - 1``. `edges` are the edges of the given runs (see `run_edges`), in
-    which starts and stops ascend. For each new run, yield (first, last): it consists of ranges `first` to `last` - 1.
+    Range i goes from ``starts[i]`` to ``stops[i] - 1``. `edges` are the edges of the runs to divide (see `run_edges`).
+    Within such a run, starts and stops ascend. For each shorter run, yield (first, last). The shorter run consists of
+    the ranges `first` to ``last - 1``.
     """
     for low, high in itertools.pairwise(edges.tolist()):
         while low < high:
@@ -61,9 +62,10 @@ def limited_runs(
 
 
 def limited_stops(lengths: npt.NDArray[np.int64], max_length: int) -> list[int]:
-    """Divide n items into runs whose `lengths`, (n,), add up to at most `max_length`; a longer item is a run by itself.
+    """Divide n items into runs so that the `lengths`, (n,), of the items of a run add up to at most `max_length`.
 
-    Return the end of each run: the index of the item after its last one.
+    An item that is longer than `max_length` is a run by itself. Return the end of each run, which is the index of the
+    run's last item, plus 1.
     """
     stops = np.cumsum(lengths)
     return [last for _, last in limited_runs(np.array([0, len(lengths)]), stops - lengths, stops, max_length)]
@@ -87,7 +89,7 @@ def row_array(rows: RowNumbers) -> npt.NDArray[np.int64]:
 
 
 def moved_rows(rows: RowNumbers, count: int) -> RowNumbers:
-    """Return row numbers increased by `count`; those of a range are a range."""
+    """Return row numbers increased by `count`. If `rows` is a range, so is the result."""
     if isinstance(rows, range):
         return range(rows.start + count, rows.stop + count, rows.step)
     return rows + count
@@ -125,10 +127,10 @@ def hash_sequence(count: int, key: int) -> npt.NDArray[np.uint64]:
 
 
 def shuffled(count: int, key: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of 0..count-1, int64 (count,), that depends only on the 64-bit seed `key`.
+    """Return a permutation of 0..count-1, int64 (count,), that depends only on `count` and the 64-bit seed `key`.
 
-    Each number is stored in the low bits of a uint64, with hashed bits above it, and these values are sorted. NumPy's
-    ``Generator.permutation`` is not used, because its results may change between releases.
+    Each number is stored in the low bits of a uint64 whose high bits are a hash. Then these uint64 values are sorted.
+    NumPy's ``Generator.permutation`` is not used, because its results may change between releases.
     """
     bits = np.uint64(max(count - 1, 0).bit_length())
     keys = hash_sequence(count, key)
@@ -143,7 +145,8 @@ def shuffled(count: int, key: int) -> npt.NDArray[np.int64]:
 def shuffled_split(count: int, seed: int, split: int) -> npt.NDArray[np.int64]:
     """Return the permutation, int64 (count,), by which a pack shuffles the rows of its split number `split`.
 
-    It is 0..count-1 sorted by a hash of each number, so it is the same in every release of h5pack and NumPy.
+    The permutation is 0..count-1, sorted by a hash of each number. So it is the same in every release of h5pack and
+    NumPy.
     """
     key = splitmix64((seed * SPLITMIX64_GAMMA + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
     # No two hashes are equal, because splitmix64 is a bijection.

@@ -34,14 +34,14 @@ _FAILED_STORAGE: set[int] = {
 }
 """The errno values of a disk that fails, was made read-only or unmounted, and of a server that does not answer."""
 
-# After each read, the allocator would return larger buffers to the system, so the next read would cause page faults.
+# After each read, the allocator would return a larger buffer to the system, so the next read would cause page faults.
 _COPY_BYTES = 128 * 1024
 
 
 def file_start(path: Path, count: int) -> bytes:
     """Return the first `count` bytes of a file; b"" if it cannot be read, or is not a regular file."""
     try:
-        if not path.is_file():  # To open a pipe might wait forever.
+        if not path.is_file():  # Opening a named pipe might wait forever.
             return b""
         with path.open("rb") as stream:
             return stream.read(count)
@@ -173,8 +173,9 @@ def max_open_files() -> int:
 def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator[None]:
     """Raise an H5PackError instead of an OSError if a disk is full or fails, a file is gone, or a name is refused.
 
-    A full disk becomes a NoSpaceError about `path` that ends with `advice`; `parameters` are the parameters that
-    `advice` names. Most other errors are about the file that the OSError names.
+    For a full disk, the error is a NoSpaceError about `path`, and its message ends with `advice`. `parameters` are the
+    parameters that `advice` names. For a file that is too large, the error is a NoSpaceError about `path`, too. Every
+    other error is about the file that the OSError names, or about `path` if the OSError names no file.
     """
     try:
         yield
@@ -218,8 +219,8 @@ def sync_path(path: Path) -> None:
 def drop_pages(descriptor: int, start: int = 0) -> None:
     """Flush an open file, then drop its pages from byte `start` on from the page cache, if the system can.
 
-    The next read then returns what is on the disk. The dropped pages may differ from that: after a failed flush, Linux
-    treats pages that it could not write as written.
+    The next read then returns what is on the disk. The dropped pages may have had other bytes: after a failed flush,
+    Linux treats pages that it could not write as if they had been written.
     """
     try:
         os.fsync(descriptor)
@@ -288,16 +289,16 @@ def require_writable(folder: Path) -> None:
     """Raise SourceError unless `folder` exists and files can be created in it."""
     with reporting_disk_errors(folder, "choose another folder"):
         try:
-            # Not `Path.is_dir`, which in Python 3.14 is False for every error.
+            # `Path.is_dir` is not used, because in Python 3.14 it returns False for every error.
             exists = stat.S_ISDIR(os.stat(folder).st_mode)
         except (FileNotFoundError, NotADirectoryError):
             exists = False
-        except PermissionError:  # A folder above it cannot be opened.
+        except PermissionError:  # A parent folder does not allow access. `os.access` below detects this.
             exists = True
         if not exists:
             raise SourceError.at(folder, "the folder for the output does not exist; create it")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise SourceError.at(folder, "no permission to create files in this folder; choose another")
+        raise SourceError.at(folder, "no permission to create files in this folder; choose another folder")
 
 
 def require_replaceable(*paths: Path, writable: bool = True) -> None:
@@ -313,7 +314,7 @@ def require_replaceable(*paths: Path, writable: bool = True) -> None:
             is_sticky = folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, status.st_uid)
             # Another process may have removed the file in between.
             if is_sticky or (writable and not os.access(path, os.W_OK) and path.exists()):
-                problem = f"user {status.st_uid} owns it, and you may not replace it; ask them, or give another name"
+                problem = f"you may not replace it; ask user {status.st_uid}, who owns it, or give another name"
                 if status.st_uid == os.geteuid():
                     problem = "its permissions do not allow writing; change them with chmod, or give another name"
                 raise SourceError.at(path, problem)
@@ -322,7 +323,8 @@ def require_replaceable(*paths: Path, writable: bool = True) -> None:
 def absolute_path(path: str | bytes | os.PathLike[str]) -> str:
     """Return an absolute path without "..", with which the system opens the same file as with `path`.
 
-    For ``os.path.abspath``, "LINK/.." is the folder that contains LINK; for the system, the parent of LINK's target.
+    ``os.path.abspath`` replaces "LINK/.." by the folder that contains LINK. But if LINK is a symbolic link to a folder,
+    the system resolves "LINK/.." to the parent of that folder.
     """
     path = os.fsdecode(path)
     found = os.path.abspath(path)
@@ -454,9 +456,10 @@ os.register_at_fork(
 
 @contextlib.contextmanager
 def held_stderr() -> Iterator[list[bytes]]:
-    """Hold back what is written to the process's standard error; yield a list that gets the lines at the end.
+    """Hold back what is written to the process's standard error; yield a list that gets these lines at the end.
 
-    Meanwhile, other threads that call this function wait, and so do threads that fork.
+    The lines are not written to standard error afterwards. Until then, other threads that call this function wait, and
+    so do threads that fork.
     """
     lines: list[bytes] = []
     with _stderr_lock, contextlib.ExitStack() as stack:

@@ -30,14 +30,14 @@ def require_local(path: str | os.PathLike[str], parameter: str = "path") -> None
         raise unfit(parameter, path, "give the path of a file or folder")
     name = os.fsdecode(path)
     try:
-        # Without the check for an empty path, an unset shell variable would mean the working directory.
+        # An empty path would mean the working directory. It is often a mistake, such as an unset shell variable.
         is_valid = name and b"\0" not in os.fsencode(name)
     except UnicodeEncodeError:
         is_valid = False
     if not is_valid:
-        raise unfit(parameter, name, "give a path that is not empty, and has no NUL or unpaired surrogate")
+        raise unfit(parameter, name, "give a path that is not empty and contains neither NUL nor an unpaired surrogate")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
-        problem = "a URL; h5pack reads and writes files only, so mount or download the data, and give its path"
+        problem = "is a URL, but h5pack only reads and writes files; mount or download the data, and give its path"
         raise OptionsError.at(name, problem)
 
 
@@ -82,7 +82,7 @@ def launched_number(variable: str, default: int) -> int:
 
 
 def parameter_names(function: Any) -> tuple[str, ...]:
-    """Return the names of the parameters of a callable, or of a module's `forward`; () if Python cannot know them."""
+    """Return the names of a callable's parameters, or of those of a module's `forward`; () if they are unknown."""
     try:
         names = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):
@@ -93,13 +93,13 @@ def parameter_names(function: Any) -> tuple[str, ...]:
 
 
 def texts(name: str, value: Any) -> tuple[str, ...]:
-    """Return a parameter's value, a str or several, as a tuple; raise OptionsError if it is neither."""
+    """Return a parameter's value, a str or an iterable of str, as a tuple; raise OptionsError for other values."""
     try:
         found = (value,) if isinstance(value, str) else tuple(value)
     except TypeError:
         # Arrays and tensors without axes are Iterable, too, but iterating over them fails.
         found = (None,)
-    # Sets have another order in each process, and classes are numbered in the given order.
+    # The order matters, because classes are numbered in the given order. A set has another order in each process.
     if isinstance(value, (dict, set, frozenset)) or not all(isinstance(text, str) for text in found):
         raise invalid(name, value, " is not text; give a str or a list of str")
     return found
@@ -116,7 +116,7 @@ def real_number(value: Any) -> float:
 
 
 def whole_number(name: str, value: Any, minimum: int | None, maximum: int | None = None) -> int:
-    """Return a parameter's value as a Python int; raise OptionsError if it is a bool, no integer, or out of bounds."""
+    """Return a parameter's value as an int; raise OptionsError for bools, non-integers and values out of bounds."""
     low, high = -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum
     try:
         number = operator.index(value)

@@ -98,7 +98,7 @@ def reporting_start_errors(advice: str = "") -> Iterator[None]:
     """Turn an OSError of starting processes, or of creating their pipes and locks, into a WorkerError with `advice`."""
     try:
         yield
-    except ConnectionError:  # The process has started, and ended. See `_require_start`.
+    except ConnectionError:  # The process has started and then ended. `_require_start` reports this.
         raise
     except OSError as error:
         problem = (
@@ -126,10 +126,10 @@ def open_executor(
 
     If `start_method` is None, `choose_start_method` decides. Inside tasks, `shared()` returns `shared_object`. Forked
     workers inherit this object; other workers each receive a pickled copy. Tasks must not be functions of the main
-    script, because workers import the script only if the copy may need a class that it defines.
+    script, because workers import the main script only if unpickling the copy may need a class of that script.
 
-    Raises WorkerError if the object cannot be used in a worker, or if workers cannot start. The error recommends
-    ``num_workers=1``, unless `isolated` says that the caller needs a separate process.
+    Raises WorkerError if the object cannot be used in a worker, or if workers cannot start. If `isolated` is false, the
+    error recommends ``num_workers=1``. Set `isolated` if the tasks need a separate process.
     """
     whole_number("num_workers", num_workers, 1, MAX_WORKERS)
     if num_workers == 1:
@@ -183,7 +183,7 @@ def run(
     ordered: bool = False,
     resumable: bool = True,
 ) -> Iterator[Result]:
-    """Run `function` for each task, and yield the results as they become available, or in order if `ordered`.
+    """Run `function` for each task and yield the results: in the order of the tasks if `ordered`, else as they come.
 
     At most `in_flight` tasks are in flight: submitted, but with results not yet yielded. An `ElasticExecutor`
     determines this number itself. A task is taken from the iterable only when it can be submitted, so memory does not
@@ -294,7 +294,7 @@ def _is_known(item: Any) -> bool:
 
 
 def _globals_of(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the globals that a function of another package than the known ones refers to by name."""
+    """Yield the globals that a function refers to by name; none for a function of the known packages."""
     codes = [] if _is_known(function) else [function.__code__]
     while codes:
         code = codes.pop()
@@ -391,8 +391,8 @@ def _require_start(executor: concurrent.futures.Executor, num_workers: int, advi
         done.pop().result()
     except (BrokenProcessPool, ConnectionError, EOFError) as error:
         problem = (
-            "a worker process ended while it started; see standard error for the reason, often that the main script "
-            'cannot be imported: put its code under if __name__ == "__main__":'
+            "a worker process ended while it started; see standard error for the reason. If workers could not import "
+            'the main script, put its code under if __name__ == "__main__":'
         )
         raise _worker_error(problem, advice) from error
 
@@ -400,8 +400,8 @@ def _require_start(executor: concurrent.futures.Executor, num_workers: int, advi
 def _raise_failure() -> None:
     if _local.failure:
         raise _worker_error(
-            f"worker processes cannot load the source ({_local.failure}): its classes must be picklable, and in "
-            "modules that can be imported (not in a notebook); move them there"
+            f"worker processes cannot load the source ({_local.failure}); make its classes picklable, and define them "
+            "in modules that can be imported (not in a notebook)"
         )
 
 

@@ -13,7 +13,7 @@ class cached_property(Generic[_T]):
 
     Before Python 3.12, `functools.cached_property` holds one lock for all objects while a value is computed. If another
     thread forks meanwhile, the lock stays locked in the child, which then waits forever when it computes the property.
-    Without a lock, two threads may both compute a value, so it must be the same each time.
+    Without a lock, two threads may both compute the value. So every computation must return an equal value.
     """
 
     def __init__(self, compute: Callable[[Any], _T]) -> None:

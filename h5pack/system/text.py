@@ -61,7 +61,7 @@ def format_bytes(count: float) -> str:
 
 
 def printable(text: str) -> str:
-    """Return untrusted text with all but printable characters and spaces escaped, such as control characters."""
+    """Return untrusted text with its non-printable characters escaped, such as control characters. Spaces are kept."""
     return "".join(
         sign
         if sign.isprintable() or unicodedata.category(sign) == "Zs"
@@ -76,7 +76,10 @@ def print_text(text: str, file: TextIO | None = None) -> None:
 
 
 def error_line(error: BaseException) -> str:
-    """Return an error's type and the line of its message that states the cause; no type for a one-line H5PackError."""
+    """Return an error's type and the line of its message that states the cause.
+
+    For an H5PackError with a message of one line, return only the message.
+    """
     lines = [line for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
