@@ -49,11 +49,12 @@ from h5pack.system.progress import progress_bar
 
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
-"""Default numbers of threads and workers to compare, up to the number of CPUs, which is added if it is below 16."""
+"""Default numbers of threads and workers to compare, up to the number of CPUs. A number of CPUs below 16 is added."""
 _WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.5, 0.25
-"""Fractions of the remaining time for warming up, comparing variants, the run-off, and each of two sets of settings."""
+"""Fractions of the remaining time for warming up, for comparing variants, for measuring the fastest variants again, and
+for measuring each of two sets of loader settings."""
 _SMALL_SECONDS = 10.0
-"""Time limit for measuring a sample that is too small to compare variants; longer if many variants were asked for."""
+"""Time limit for measuring a sample that is too small to compare variants. It is longer if there are many variants."""
 _REST_TURNS = 4
 """The run-off is repeated while there is time to measure all variants more than this many times."""
 
@@ -109,18 +110,21 @@ def bench(
         Page-cache states: the file is in the page cache, or was dropped from it before reading.
     compression : str or sequence of str
         Compression methods to compare, as for `convert`.
-    batch_size, window : int or sequence of int
-        Rows per batch, and chunks that are shuffled together.
+    batch_size : int or sequence of int
+        Rows per batch. The first value is reduced to a quarter of the sample if it is larger.
+    window : int or sequence of int
+        Number of chunks that are shuffled together.
     num_threads, num_workers : int or sequence of int
-        Reading threads of H5Loader and worker processes of a DataLoader to compare. Default: the number of CPUs that
-        this process may use, but at most 16, and all powers of two below that number.
+        Numbers to compare: of H5Loader's reading threads, and of a DataLoader's worker processes. Default: the number
+        of CPUs that this process may use, but at most 16, and all powers of two below that number.
     rows : int, optional
         Number of rows in the sample. Default: as many as time, memory and disk allow, up to 512 MiB.
     num_images : int, optional
         Number of images in the dataset that the recommendation is for, if `source` is only a part of it. Default: the
         number of images in `source`. Generated images stand for a large dataset.
     size : int, (int, int) or str, optional
-        Height and width of every packed image, as for `convert`.
+        Height and width of every packed image, as for `convert`. Default: the size of the images, or 224x224 if their
+        sizes differ.
     source_kind : str, optional
         Kind of `source`, as for `convert`. Default: detect it.
     images, labels : str, optional
@@ -131,19 +135,19 @@ def bench(
     seed : int
         Seed of the shuffled orders.
     plot : path, optional
-        Draw the result into this .png, .svg or .pdf file.
+        File to draw the result into: .png, .svg or .pdf.
     progress : bool
         Whether to show a progress bar on standard error if that is a terminal.
 
     Returns
     -------
     BenchReport
-        ``print(report.to_text())`` shows the recommendation; `to_json` returns all figures.
+        ``print(report.to_text())`` shows the recommendation; ``report.to_json()`` returns all measurements.
 
     Raises
     ------
     H5PackError
-        If there is nothing to measure, a value is invalid, or there is too little time or disk space.
+        If there are too few images, a value is invalid, or there is too little time or disk space.
     """
     keywords = {name: value for name, value in locals().items() if name not in ("source", "plot", "progress")}
     if plot is not None:
@@ -179,7 +183,7 @@ class _Comparison:
     end: float  # As returned by `clock`.
 
     def compare(self, cases: Sequence[BenchCase]) -> float:
-        """Measure the cases that compare variants; return the estimated seconds to measure each once."""
+        """Measure the cases that compare variants. Return the estimated seconds to measure each of them once."""
         workload, found = self.findings.workload, self.findings.measurements
         turn, left = 0.0, self.end - self.clock()
         for cache in deciding_caches(workload, self.settings.caches):
@@ -191,7 +195,7 @@ class _Comparison:
         return turn
 
     def run_off(self) -> bool:
-        """Measure the fastest variants again, then other loader settings; return whether any repeats were added."""
+        """Measure the fastest variants again, then other loader settings. Return whether any repeats were added."""
         workload, left, before = self.findings.workload, self.end - self.clock(), self._repeats()
         chosen = choose(self.findings)
         if chosen is None or not chosen.compared or missing(self.findings):
@@ -215,15 +219,16 @@ class _Comparison:
         return sum(len(one.speeds) for one in self.findings.run_off)
 
     def measure_first_epoch(self, chosen: Recommendation) -> None:
-        """Measure first epochs if only first epochs decode chunks, and add their speeds to the workload."""
+        """If only first epochs decode chunks, measure first epochs, and add their speeds to the workload."""
         workload = self.findings.workload
         speeds = self.sweep.first_epoch(workload.case(chosen.variant, chosen.judged_by), self.end)
         self.findings = replace(self.findings, workload=replace(workload, first_epoch=speeds))
 
 
 class BenchRun:
-    """One run of `bench`. Until packing ends, `report` is None; then it has the results so far, even if interrupted.
+    """One run of `bench`.
 
+    Until packing ends, `report` is None. From then on, it holds the results so far, even after an interruption.
     `elapsed` is the part of the time budget that was used before this object was made, in seconds.
     """
 
@@ -327,7 +332,7 @@ class BenchRun:
         if chosen is not None and not report.missing:
             comparison.measure_first_epoch(chosen)
             report.recommendation = choose(comparison.findings)
-        # More time would not help if all deciding cases failed, or none of them was asked for.
+        # More time would not help if all cases that decide failed, or if the settings exclude all of them.
         elif not failed.issuperset(case for case in every if case == workload.case(case.variant, judged_by)):
             needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
             report.enough_seconds = math.ceil(LEEWAY * max(needed, settings.seconds))
@@ -355,8 +360,8 @@ class BenchRun:
             sweep.measure(cold, end - self._clock(), report.measurements)
         tried = {one.case for one in report.measurements if one.reason != NO_TIME}
         chosen, left_out = report.recommendation, len(set(every) - tried)
-        # Omit this note if there is no recommendation, because the report then says how many seconds are enough, and if
-        # the sample is too small to compare variants, because then most cases are left out on purpose.
+        # Omit this note in two cases. If there is no recommendation, the report says how many seconds are enough. If
+        # the sample is too small to compare variants, most cases are left out on purpose.
         if left_out and chosen is not None and chosen.compared:
             text = f"{left_out} of {len(every)} cases were not measured for lack of time; the answer needs none of them"
             report.notes.append(f"{text}. About {enough} seconds are enough for all tables.")
@@ -381,7 +386,7 @@ def _require_time(left: float, needed: float, packing: float, settings: BenchSet
         given, enough = f"seconds={settings.seconds:g}", f"seconds={1.5 * (packing + needed) + 1:.0f}"
         raise OptionsError(
             f"{given} is too short: it took {packing:.1f} s until the sample was packed, measuring takes "
-            f"{needed:.1f} s, and {kept:.1f} s are kept for the end; give {enough}, fewer rows or fewer chunk sizes",
+            f"{needed:.1f} s, and {kept:.1f} s are for cleaning up; give {enough}, fewer rows or fewer chunk sizes",
             parameters=(given, enough),
         )
 
@@ -397,5 +402,5 @@ def _note_slow(report: BenchReport, sample: BenchSample, batch_size: int) -> Non
     slow = [variant.label for variant in sample.variants if exceeds_decode_budget(variant, batch_size)]
     if slow:
         report.notes.append(
-            f"Not measured with full shuffle: {', '.join(slow)}, as each batch would decode over a gigabyte of chunks."
+            f"Not measured with full shuffle: {', '.join(slow)}, because a batch may decode more than 1 GiB of chunks."
         )

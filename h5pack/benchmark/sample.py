@@ -53,11 +53,12 @@ MANY_IMAGES = 1_000_000
 MAX_SAMPLE_BYTES = 512 * 1024 * 1024
 # If images are small, generate more of them, so that an epoch takes many milliseconds.
 _GENERATED_IMAGES, _GENERATED_BYTES, _GENERATED_SIZE = 4_000, 96 * 1024 * 1024, (218, 178)
-_FILES = 2_000  # Generated files; a larger set repeats them, because writing a file takes as long as packing it.
+_FILES = 2_000
+"""Maximum number of generated files. Larger samples repeat them, because writing a file takes as long as packing it."""
 _FALLBACK_SIZE = (224, 224)
 _PROBE_IMAGES, _PROBE_BYTES, _PROBE_SECONDS = (64, 512), 64 * 1024 * 1024, 0.1
 _PACKING_SHARE = 0.2
-"""Fraction of the remaining time for packing the sample. After twice this time, no more variants of it are made."""
+"""Fraction of the remaining time for packing the sample. After twice this time, no more file variants are made."""
 _PREFIX, _LOCK = ".h5pack-bench-", "lock"
 _LESS_SPACE = "give another scratch=FOLDER, fewer rows or fewer chunk sizes"
 
@@ -66,8 +67,8 @@ _LESS_SPACE = "give another scratch=FOLDER, fewer rows or fewer chunk sizes"
 def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Path]:
     """Make a temporary folder in `parent`, yield its path, and remove it at the end of the `with` block.
 
-    Default: the working directory if writable, else the system's temporary folder. The folders of killed runs, which
-    are those whose lock no process holds, are removed, too.
+    If `parent` is None, use the working directory if it is writable, else the system's temporary folder. First, remove
+    the folders of killed runs from it: those whose lock no process holds.
     """
     folder = Path.cwd() if parent is None else Path(absolute_path(parent))
     try:
@@ -87,7 +88,7 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
         with reporting_disk_errors(path, _LESS_SPACE):
             yield path
     except H5PackError as error:
-        # Replace errors of `convert` that recommend parameters which bench does not have.
+        # Replace errors of `convert` that recommend parameters such as `resume`, which `bench` does not have.
         is_full = isinstance(error, NoSpaceError)
         is_inside = error.path is not None and Path(error.path).is_relative_to(path)
         if not is_inside or not (is_full or "resume=True" in error.parameters):
@@ -98,7 +99,7 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
         problem = "temporary files cannot be written or read; check the disk, or give another scratch=FOLDER"
         raise H5PackError.at(folder, problem, "scratch=FOLDER") from error
     finally:
-        # First close the lock, because on NFS and FUSE an open file would remain, and its folder with it.
+        # Close the lock file first: on NFS and FUSE, an open file cannot be removed completely, nor can its folder.
         os.close(descriptor)
         shutil.rmtree(path, ignore_errors=True)
 
@@ -108,19 +109,23 @@ class BenchInput:
     """The images or the file to benchmark."""
 
     kind: str  # "folder", "file" or "generated".
-    source: str  # Path to convert.
-    num_images: int  # Number of images in the source, which may be only a part of the dataset (see `dataset_images`).
+    source: str  # Path of the images or of the file, as `convert` accepts it.
+    num_images: int  # Number of images in the source. The dataset may have more (see `dataset_images`).
     options: dict[str, Any]  # Keywords for converting the images with `convert`.
-    split: str | None = None  # The split that a training reads; None if there is none.
+    split: str | None = None  # The split that a training reads; None if no split has a conventional name for it.
     variant: FileVariant | None = None  # The input file as it is; None if the input is not an HDF5 file.
-    fields: tuple[str, ...] = ()  # Names of the input file's further datasets of numbers with one row per image.
+    # Names of further datasets of the input file: numbers, with one row per image.
+    fields: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()  # Faults of the file's layout, as in the report of `h5pack.info`.
     fix: str | None = None  # The command that fixes the faults; None without faults.
     not_convertible: str = ""  # Why the input cannot be converted; empty if it can.
 
 
 def find_input(path: str | os.PathLike[str] | None, scratch: Path, settings: BenchSettings) -> BenchInput:
-    """Open the input of a benchmark. If `path` is None, generate images in `scratch`; large samples repeat them."""
+    """Open the input of a benchmark. If `path` is None, generate images in `scratch`.
+
+    A large sample repeats the generated images.
+    """
     names = ("size", "images", "labels", "source_kind")
     options = {name: value for name in names if (value := getattr(settings, name)) is not None}
     if path is None:
@@ -179,7 +184,8 @@ def _hdf5_input(path: str, options: dict[str, Any], scratch: Path) -> BenchInput
         stored = describe_dataset(require_dataset(file, dataset.names[0]), options.get("labels"))
         options = {"images": images, **packing_options(file, dataset.names[0], options.get("labels")), **options}
         labels = options.get("labels", schema.LABELS) or None
-        # `convert` also takes labels that are texts, or of shape (1, N) as in MATLAB; batches cannot have such labels.
+        # `convert` also accepts labels that are texts, or that have shape (1, N) as in files of MATLAB. Batches cannot
+        # have such labels.
         item = None if labels is None else find_item(file, labels)
         if is_text(item) or getattr(item, "shape", None) == (1, len(dataset)):
             labels = None
@@ -201,12 +207,12 @@ def _hdf5_input(path: str, options: dict[str, Any], scratch: Path) -> BenchInput
 
 
 def _training_split(names: Iterable[str]) -> str | None:
-    """Return the name of the split that a training reads; None if there is none by convention."""
+    """Return the first of `names` that is conventional for a training split, such as "train"; None if there is none."""
     return next((name for name in names if split_rank(name) == 0), None)
 
 
 def _variant(dataset: H5Dataset, label: str, compression: str | None = None) -> FileVariant:
-    """Return the file of a dataset as a variant. Without `compression`, it is the input file itself."""
+    """Return the file of a dataset as a variant. If `compression` is None, the file is the input file itself."""
     index = dataset.engine.indexes[dataset.names[0]]
     # The file may hold only a link to the dataset, possibly in another file. h5py follows such links.
     with open_file(dataset.path) as file:
@@ -239,8 +245,10 @@ class BenchSample:
     row_bytes: int
     row_shape: tuple[int, ...]
     options: dict[str, Any]  # Keywords of `convert`. The sample was packed with them, except `fields`.
-    pack_images_per_s: float | None = None
-    default_chunk_rows: int = 0  # Chunk size that `convert` chooses by default for the whole source.
+    pack_images_per_s: float | None = None  # None if the input file cannot be converted.
+    # Chunk size in rows that `convert` chooses by default for the whole dataset (see `dataset_images`), but at most the
+    # number of images in the source. 0 if the input file cannot be converted.
+    default_chunk_rows: int = 0
     notes: list[str] = field(default_factory=list)  # Remarks on what was left out, and why.
     not_packed: list[str] = field(default_factory=list)  # Labels of chunked variants that there was no time to pack.
 
@@ -257,14 +265,14 @@ def usual_sizes(default_chunk_rows: int, row_bytes: int) -> set[int]:
 
 
 def _chunk_rows(chunk_bytes: int, row_bytes: int) -> int:
-    """Return the rows of a chunk that an uncompressed `convert` makes for `chunk_bytes`."""
+    """Return the rows of the chunks that `convert` makes for `chunk_bytes` without compression."""
     return plan_chunks(MANY_IMAGES, row_bytes, chunk_bytes=chunk_bytes, whole_pages=True).rows
 
 
 def make_sample(
     source: BenchInput, settings: BenchSettings, scratch: Path, clock: Callable[[], float], seconds: float
 ) -> BenchSample:
-    """Pack a sample with each chunk size and compression; `seconds` are left for the whole benchmark."""
+    """Pack a sample with each chunk size and compression. The whole benchmark has `seconds` left, including packing."""
     if source.not_convertible and source.variant is not None:
         return _input_only(source, source.variant, settings, source.not_convertible)
     begin = clock()
@@ -286,8 +294,8 @@ def make_sample(
     base, sizes = scratch / "base.h5", partial(_sizes_for, wanted, default_chunk_rows)
     row_limit = partial(_sample_rows, source, settings, scratch, row_bytes, num_files)
     packed_by, rows = begin + _PACKING_SHARE * seconds, 0
-    # At first, `speed` is too low, because it is that of a few images, for which starting may take most of the time.
-    # Pack again while there is time for at least twice as many rows.
+    # Pack again while there is time for at least twice as many rows. At first, `speed` is too low, because starting
+    # takes most of the time if only a few images are converted.
     while (more := row_limit(int(speed * (packed_by - clock())))) >= 2 * rows:
         rows = more
         report = packer.convert(base, limit=rows, chunk_rows=sizes(rows)[0], overwrite=True)
@@ -327,7 +335,7 @@ class _Packer:
         self._source, self._folder = source.source, folder
         self.options = source.options
         self.notes: list[str] = []
-        self._workers: dict[str, int] = {}  # {"num_workers": 1} once workers failed to start.
+        self._workers: dict[str, int] = {}  # {"num_workers": 1} after workers failed to start.
 
     def probe(self) -> tuple[int, float]:
         """Convert a few images; return the bytes per row, and the estimated images/s when all CPUs convert."""
@@ -367,7 +375,7 @@ class _Packer:
 def _make_variants(
     packer: _Packer, base: Path, settings: BenchSettings, chunk_rows: list[int], is_late: Callable[[], bool]
 ) -> tuple[list[FileVariant], list[str]]:
-    """Convert `base` to all variants that time allows; return these, and the labels of left-out chunked variants."""
+    """Convert `base` to all variants that time allows. Return these, and the labels of omitted chunked variants."""
     made: list[FileVariant] = []
     late: list[str] = []
     kept = {name: packer.options[name] for name in ("layout", "mode") if name in packer.options}
@@ -396,9 +404,9 @@ def _make_variants(
 
 
 def _sizes_for(wanted: Sequence[int], default_chunk_rows: int, rows: int) -> list[int]:
-    """Return the chunk sizes of which `rows` rows fill at least two chunks, and in any case the smallest size.
+    """Return those of the `wanted` chunk sizes of which `rows` rows fill at least two chunks, and the smallest size.
 
-    Those closest to the default are first, because the last ones are left out if time is short.
+    The sizes closest to the default come first, because the last ones are omitted if time is short.
     """
     some = [count for count in wanted if count == wanted[0] or 2 * count <= rows]
     return sorted(some, key=lambda count: abs(math.log(count / default_chunk_rows)))
@@ -407,7 +415,10 @@ def _sizes_for(wanted: Sequence[int], default_chunk_rows: int, rows: int) -> lis
 def _sample_rows(
     source: BenchInput, settings: BenchSettings, scratch: Path, row_bytes: int, num_files: int, rows_in_time: int
 ) -> int:
-    """Return how many rows to sample: those asked for, or as time, disk and memory allow. Raise NoSpaceError."""
+    """Return how many rows to sample: `settings.rows` or as many as time, disk and memory allow.
+
+    Raise NoSpaceError if the files of these rows do not fit on the disk.
+    """
     free = free_bytes(scratch)
     max_bytes = min(MAX_SAMPLE_BYTES, available_memory() // (3 * num_files), int(0.8 * free) // num_files)
     allowed = min(max_bytes // row_bytes, max(rows_in_time, _PROBE_IMAGES[0]))
@@ -434,14 +445,14 @@ def _write_contiguous(base: Path, path: Path) -> None:
 
 
 def _first_rows(variant: FileVariant, rows: int) -> FileVariant:
-    """Return the variant restricted to its first rows, rounded up to whole chunks."""
+    """Return the variant restricted to its first `rows` rows, rounded up to whole chunks."""
     if variant.chunk_rows is not None:
         rows = -(-rows // variant.chunk_rows) * variant.chunk_rows
     return replace(variant, rows=min(variant.rows, rows))
 
 
 def _input_only(source: BenchInput, variant: FileVariant, settings: BenchSettings, reason: str) -> BenchSample:
-    """Return a sample that consists of the first rows of the input file, which cannot be converted."""
+    """Return the first rows of the input file as the sample, because the file cannot be converted."""
     rows = settings.rows or max(MIN_IMAGES, min(MAX_SAMPLE_BYTES, available_memory() // 4) // variant.row_bytes)
     first = _first_rows(variant, rows)
     dataset = H5Dataset(first.path, images=first.images, labels=first.labels)

@@ -1,4 +1,4 @@
-"""Measure cases in turns for as long as time allows; a turn measures each case once, by the reader of the case.
+"""Measure cases in turns for as long as time allows. A turn measures each case once, by the reader of the case.
 
 A reader uses H5Loader, h5py, a DataLoader with workers, or, for single rows, H5Dataset.
 """
@@ -42,7 +42,9 @@ _MAX_RUN_SECONDS = {"hot": 0.2, "cold": 0.5}
 _MAX_LOAD_SECONDS = 1.0
 _WORKER_SECONDS = 1.5  # Assumed duration of a first repeat that starts worker processes.
 _WARM_BYTES = 8 * 1024 * 1024
-_PAGES_STAY = "the file cannot be dropped from the page cache, as on tmpfs or if another process has mapped it"
+_PAGES_STAY = (
+    "the file cannot be dropped from the page cache, for example on tmpfs, or if another process has mapped it"
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class CaseReader:
             epoch.close()  # type: ignore[attr-defined]
             if once or elapsed >= seconds:
                 break
-        # Count the rows again, because only now, when no thread is reading, the rows match the bytes.
+        # Count the rows again. Only now, when no thread is reading, they are the rows that the bytes belong to.
         now, counted = self._bytes_read(), max(self._rows_read() - before, self._rows - given)
         if not self.counts_bytes or requested is None or now is None or not counted:
             return ReadTiming(rows, elapsed, None)
@@ -100,7 +102,10 @@ class CaseReader:
 
 
 class SharedDatasets:
-    """Datasets that readers share, so that a file is indexed once. A file may hold only a part of `num_images`."""
+    """Datasets that readers share, so that a file is indexed only once.
+
+    `num_images` is the number of all images. A file may hold only some of them.
+    """
 
     def __init__(self, num_images: int = 0) -> None:
         self._num_images = num_images
@@ -112,7 +117,7 @@ class SharedDatasets:
         key = variant.label, library
         if key not in self._datasets:
             dataset = H5Dataset(variant.path, images=variant.images, labels=variant.labels)
-            # Scale the cache with the file, so that it holds the file only if the full cache would hold all images.
+            # Scale the cache of decoded chunks, so that it holds the file only if the full cache would hold all images.
             part = len(dataset) / max(len(dataset), self._num_images)
             dataset.engine.chunks.cache.capacity = int(DECODED_BYTES * part)
             self._datasets[key] = through_library(dataset) if library else dataset
@@ -140,7 +145,10 @@ def open_reader(case: BenchCase, variant: FileVariant, seed: int, shared: Shared
 
 
 class LoaderReader(CaseReader):
-    """A reader of batches by an H5Loader. Rows count when they are prefetched; rows held in memory, when delivered."""
+    """A reader of batches by an H5Loader.
+
+    Rows count as soon as they are prefetched from the file. Rows that the loader holds in memory count on delivery.
+    """
 
     max_epoch = 4.0
 
@@ -174,11 +182,11 @@ class LoaderReader(CaseReader):
         return self._dataset.stats().rows
 
     def _bytes_read(self) -> int | None:
-        # The base class counts the bytes of read calls, but rows in the page cache are copied without one.
+        # The base class counts the bytes of read calls, but H5Loader copies rows in the page cache without read calls.
         return self._dataset.stats().bytes_read
 
     def hit_rate(self) -> float | None:
-        """Return the fraction of rows that are not the first of a visit to their chunk; None before any read."""
+        """Return the fraction of rows that were read together with an earlier row of their chunk; None without rows."""
         stats = self._dataset.stats()
         rows = stats.rows - self._before.rows
         return (stats.chunk_hits - self._before.chunk_hits) / rows if rows else None
@@ -190,9 +198,10 @@ class LoaderReader(CaseReader):
 
 
 class LibraryReader(CaseReader):
-    """A reader that uses h5py. It reads single rows, or batches: in sequential order as slices, else row by row.
+    """A reader that uses h5py. It reads single rows or batches.
 
-    Encoded images are read row by row, and decoded by Pillow. `dataset` is used only for the order of a window shuffle.
+    In sequential order, a batch is read as one slice. In other orders, and if images are encoded, it is read row by
+    row. Pillow decodes encoded images. `dataset` is used only for the order of a window shuffle.
     """
 
     def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
@@ -243,7 +252,7 @@ class LibraryReader(CaseReader):
 class WorkerReader(CaseReader):
     """A reader of batches by a DataLoader with an H5Dataset, its `collate` and a `ChunkBatchSampler`."""
 
-    max_epoch = math.inf  # Finish each epoch: busy workers would disturb the next measurement.
+    max_epoch = math.inf  # Finish each epoch, because workers that are still busy would disturb the next measurement.
     counts_bytes = False
 
     def __init__(self, dataset: H5Dataset, case: BenchCase, variant: FileVariant, seed: int) -> None:
@@ -258,7 +267,7 @@ class WorkerReader(CaseReader):
         return ((len(batch.images), batch.images.numpy()) for batch in self._loader)
 
     def close(self) -> None:
-        """Drop the DataLoader, which ends its workers, and close the file."""
+        """Delete the DataLoader, so that its workers end, and close the file."""
         self._loader = None
         super().close()
 
@@ -284,12 +293,13 @@ class _CaseState:
     reload: bool  # Whether to load the file into the page cache again before each repeat.
     allowance: float  # Seconds that all repeats may take together.
     end: float  # When the last repeat must end, as returned by the clock of `Sweep`.
-    # Until this time, repeats may exceed the allowance if there are fewer than `MIN_REPEATS`; None: they may not.
+    # While there are fewer than `MIN_REPEATS` repeats, they may exceed the allowance until this time. None: they may
+    # not exceed it.
     late_end: float | None = None
     run_seconds: float = 0.0  # Duration of the latest repeat, without loading; at first an estimate.
     speeds: list[float] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)  # Number of the turn that measured each repeat.
-    # Images/s of the ceiling, measured after each repeat; fewer than `speeds` if it could not be measured.
+    # Images/s of the ceiling, measured after each repeat. There are fewer values than `speeds` if a measurement failed.
     ceilings: list[float] = field(default_factory=list)
     spent: float = 0.0  # Seconds that the repeats have taken so far.
     load_seconds: float = 0.0  # Duration of the longest loading.
@@ -298,7 +308,10 @@ class _CaseState:
     reason: str | None = None  # Why the case cannot be measured; None if it can.
 
     def reloads_next(self) -> bool:
-        """Return whether to load the file again first: if the allowance is enough for `MIN_REPEATS` such repeats."""
+        """Return whether to load the file into the page cache again before the next repeat.
+
+        The allowance must be enough for `MIN_REPEATS` repeats with loading.
+        """
         return self.reload and MIN_REPEATS * (self.run_seconds + self.load_seconds) <= self.allowance
 
     def next_seconds(self) -> float:
@@ -341,7 +354,7 @@ class Sweep:
         self._turn = 0  # The number of turns so far, of all calls of `measure`.
 
     def warm(self, seconds: float) -> None:
-        """Load all variants into the page cache, but only as much of the input file as `seconds` allow."""
+        """Load all variants into the page cache, but of the input file only as much as `seconds` allow."""
         for label, variant in self._variants.items():
             rows = max(1, min(variant.rows, _WARM_BYTES // variant.row_bytes))
             self._read_epoch(BenchCase(label, "window", "direct", "hot", rows, 16, 1), seconds / len(self._variants))
@@ -350,7 +363,10 @@ class Sweep:
             self._on_progress()
 
     def first_epoch(self, case: BenchCase, end: float) -> tuple[float, ...]:
-        """Return images/s of several readers' first epochs, which decode all chunks; empty if later ones do so, too."""
+        """Return images/s of the first epochs of several new readers.
+
+        Return an empty tuple if chunks are not decoded, or if later epochs decode them again.
+        """
         speeds: list[float] = []
         while len(speeds) < MIN_REPEATS and self._clock() < end:
             with self._reader(case, SharedDatasets(self._num_images)) as reader:
@@ -373,15 +389,16 @@ class Sweep:
     ) -> float:
         """Measure cases for about `seconds`, and add one measurement per case to `found`, even if interrupted.
 
-        If `found` has a measurement of the same case, the repeats are added to that.
+        If `found` already has a measurement of a case, the repeats are added to it. Return the estimated seconds of one
+        turn.
 
         Each case gets a share of the time in proportion to its `min_seconds`, so slow cases get fewer repeats, maybe
-        none. With `end`, each case gets `MIN_REPEATS` repeats even if that takes longer, but none after `end`. With
-        `ceilings`, the ceiling is measured after each repeat of an H5Loader. Return the estimated seconds of one turn.
+        none. With `end`, each case gets `MIN_REPEATS` repeats even if that takes longer, except for repeats that would
+        end after `end`. With `ceilings`, the ceiling is measured after each repeat of an H5Loader.
 
         If `reload_each_repeat` is true, the file is loaded into the page cache again before each repeat, provided that
-        time remains for enough repeats. Speeds differ by up to a fifth with the places of the cached pages in memory,
-        which change only when the file is loaded again.
+        time remains for enough repeats. The reason: speeds differ by up to a fifth depending on where in memory the
+        cached pages are, and this changes only when the file is loaded again.
         """
         shares = sum(min_seconds(case) for case in cases)
         soft_end = self._clock() + seconds
@@ -401,7 +418,7 @@ class Sweep:
         return len(states) * statistics.mean(taken) if taken else 0.0
 
     def _take_turn(self, states: list[_CaseState], ceilings: Ceilings | None, *, backwards: bool) -> bool:
-        """Measure one repeat of each case that is due. Return False if there is none."""
+        """Measure one repeat of each case that is due. Return whether any case was due."""
         measured = False
         for state in reversed(states) if backwards else states:
             begin = self._clock()
@@ -458,7 +475,10 @@ class Sweep:
             state.reason = str(error) or type(error).__name__
 
     def _load(self, case: BenchCase) -> None:
-        """Drop a file from the page cache and load it again as training does: read an epoch in the case's order."""
+        """Drop a hot case's file from the page cache, and load it again as training does: by an epoch in its order.
+
+        Do nothing for a cold case.
+        """
         if case.cache == "hot" and self._pages[case.variant].drop() is None:
             self._read_epoch(replace(case, num_workers=None), _MAX_LOAD_SECONDS)
 

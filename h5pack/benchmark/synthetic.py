@@ -36,7 +36,7 @@ def make_folder(
     seed: int = 0,
     workers: int = 1,
 ) -> None:
-    """Write `count` JPEGs of `size` (height, width; at most 1,024) into `classes` folders (at most 8).
+    """Write `count` JPEGs of `size` (height, width; each at most 1,024) into `classes` folders (at most 8).
 
     The same arguments give the same images, regardless of the number of worker processes.
     """
