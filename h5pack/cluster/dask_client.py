@@ -5,8 +5,8 @@ worker is checked: it must have the same versions of the packages that decode im
 output's folder. Tasks are sent as bytes, because the scheduler would otherwise unpickle all tasks, with the names of
 all images. A worker plugin sends the object that all tasks share to each worker process once.
 
-If a worker is lost, the scheduler gives its tasks to another worker. A task may therefore run twice, even at the same
-time. That is harmless because tasks are idempotent; see `h5pack.pack.journal`.
+If a worker is lost, the scheduler gives the worker's tasks to another worker. A task may therefore run twice, even at
+the same time. That is harmless because tasks are idempotent; see `h5pack.pack.journal`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from h5pack.system.processes import ElasticExecutor, LostTaskError, using_shared
 _CONNECT_SECONDS = 10
 _POLL_SECONDS = 0.5
 _MANY_RESULTS = 256
-# Parameters of glibc's mallopt, and how much freed memory a process keeps.
+# Parameters of glibc's mallopt, and the amount of freed memory that a worker process keeps instead of returning it.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 64 * 1024 * 1024
 _IDLE_TASKS = 8
 _LOCAL = re.compile(r"local:([1-9]\d*)")
@@ -67,7 +67,10 @@ class Expectations:
 
 
 def problems(expected: Expectations) -> list[str]:
-    """Return how this process differs from `expected`. To check the output's folder, write and remove a file there."""
+    """Return phrases on how this process differs from `expected`, such as "cannot read the source /data/in".
+
+    To check that this process can write to the output's folder, write a file there, and remove it.
+    """
     versions = decoder_versions()
     found = [
         f"has {name} {versions[name]} instead of {version}"
@@ -102,16 +105,19 @@ def _refusal(found: dict[str, list[str]]) -> WorkerError:
 
 @contextlib.contextmanager
 def open_client(address: str) -> Iterator[Any]:
-    """Connect to a Dask scheduler, by its address or scheduler file, or start one for "local:N"; yield the client.
+    """Connect to a Dask scheduler, and yield the client.
 
-    Raises OptionsError if `address` is none of these, WorkerError if no scheduler answers or Dask is not installed.
+    `address` is the address of the scheduler or the path of its scheduler file. With "local:N", start a scheduler and N
+    workers on this machine. Raises OptionsError if `address` is none of these. Raises WorkerError if no scheduler
+    answers, or if Dask is not installed.
     """
     try:
         import distributed
     except Exception as error:  # A broken package may raise other errors than ImportError.
         problem = f"a Dask cluster needs distributed, whose import fails ({error}); run pip install distributed"
         raise WorkerError(problem) from error
-    # Silence Dask, because h5pack raises an error if a connection is lost. Some of Dask's loggers have their own level.
+    # Silence Dask, because h5pack raises an error if a connection is lost. Set the level of each of Dask's loggers,
+    # because some of them have a level of their own.
     for name in [name for name in logging.root.manager.loggerDict if name.partition(".")[0] == "distributed"]:
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
     local, is_file = _LOCAL.fullmatch(address), "://" not in address and os.path.isfile(address)
@@ -131,7 +137,7 @@ def open_client(address: str) -> Iterator[Any]:
                 client = distributed.Client(scheduler_file=address, timeout=_CONNECT_SECONDS)
             else:
                 client = distributed.Client(address, timeout=_CONNECT_SECONDS)
-        except Exception as error:  # For an incomplete file or a protocol that is not set up, Dask raises any error.
+        except Exception as error:  # Dask raises various errors, for example if a scheduler file is incomplete.
             reason = " ".join(str(error).split()) or type(error).__name__
             advice = "start it, or check the address"
             raise WorkerError(f"{address}: no Dask scheduler answers ({reason}); {advice}") from error
@@ -140,10 +146,11 @@ def open_client(address: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def open_dask_executor(client: Any, shared_object: Any, source: str | None, partial: Path) -> Iterator[DaskExecutor]:
-    """Open an executor of the workers of a `distributed.Client`; inside tasks, `shared()` returns `shared_object`.
+    """Open an executor that runs tasks on the workers of a `distributed.Client`.
 
-    `partial` is the path of ``OUT.partial``. Raises WorkerError if a worker has other versions, or does not see the
-    source or the output's folder. Each thread of a worker gets its own copy of the object.
+    Inside tasks, `h5pack.system.processes.shared` returns `shared_object`. Each thread of a worker has its own copy of
+    it. `partial` is the path of ``OUT.partial``. Raises WorkerError if a worker has other versions, or does not see the
+    source or the output's folder.
     """
     payload = _pickled(shared_object)
     expected = Expectations.here(source, partial)
@@ -170,7 +177,7 @@ def open_dask_executor(client: Any, shared_object: Any, source: str | None, part
 
 
 def count_threads(client: Any) -> int:
-    """Return how many tasks the cluster runs at a time; raises OptionsError for an asynchronous client."""
+    """Return how many tasks the cluster runs at a time. Raises OptionsError if `client` is not a synchronous client."""
     if getattr(client, "asynchronous", False) or not hasattr(client, "nthreads"):
         raise OptionsError(f"client is {client!r}; give a synchronous distributed.Client", parameters=("client",))
     return sum(client.nthreads().values())
@@ -192,7 +199,7 @@ def _pickled(value: Any) -> Any:
 class _Prepared:
     payload: bytes  # the pickled shared object
     problems: list[str]
-    objects: dict[int, Any] = field(default_factory=dict)  # the shared object, by thread
+    objects: dict[int, Any] = field(default_factory=dict)  # each thread's copy of the shared object, by thread id
 
 
 _prepared: dict[str, _Prepared] = {}
@@ -229,7 +236,7 @@ def _plugin(expected: Expectations, payload: bytes) -> Any:
 
 
 def run_pickled(token: str, data: bytes) -> bytes:
-    """Run a pickled (function, arguments) in a worker; return the pickled result."""
+    """Run a pickled (function, arguments) in a worker, and return the pickled result."""
     prepared = _prepared.get(token)
     if prepared is None:
         raise WorkerError(f"{socket.gethostname()}: this worker was not prepared for the conversion; restart it")
@@ -253,9 +260,9 @@ def run_pickled(token: str, data: bytes) -> bytes:
 
 
 class DaskExecutor(ElasticExecutor):
-    """An executor of the workers of a Dask cluster; see `open_dask_executor`.
+    """An executor that runs tasks on the workers of a Dask cluster; see `open_dask_executor`.
 
-    A thread fetches results in groups, because fetching them one by one would take a round trip each.
+    A thread fetches the results of several tasks at once, because each fetch takes a round trip.
     """
 
     def __init__(self, client: Any, expected: Expectations) -> None:
@@ -269,7 +276,10 @@ class DaskExecutor(ElasticExecutor):
         self._collector.start()
 
     def in_flight(self) -> int:
-        """See `ElasticExecutor`. The number is never 0: adaptive clusters start workers only for waiting tasks."""
+        """Return how many tasks may be in flight: two per thread of the cluster, and a few more.
+
+        The number is never 0, because an adaptive cluster starts its first workers only when tasks wait for them.
+        """
         if time.monotonic() - self._counted > 1:
             with contextlib.suppress(Exception):
                 self._threads = count_threads(self._client)
@@ -292,7 +302,7 @@ class DaskExecutor(ElasticExecutor):
         return outer
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Cancel unfinished tasks, and end the thread."""
+        """Cancel unfinished tasks, and end the thread that fetches results, regardless of the arguments."""
         self._closed = True
         self._collector.join()
         with contextlib.suppress(Exception):

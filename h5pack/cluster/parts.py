@@ -1,11 +1,11 @@
-"""The files that the parts of an array job share.
+"""The files through which the parts of an array job share results.
 
 The parts are independent processes on several machines, connected only by these files. Each part makes the same plan,
 so it needs the results of the whole survey (the pass over all image headers) and, with `keep`, of encoding. No part
-waits for a particular other part, because that one may be killed or never start. Instead, all parts submit the same
-tasks: `SharedResults` gives task N to the first part that creates the file ``N.claim``, and that part saves the result
-as ``N.result``. If a part has no other work and no result arrives for a while, it also runs tasks that other parts have
-claimed. At worst a task runs several times, which gives the same result.
+waits for a particular other part, because the other part may be killed or never start. Instead, all parts submit the
+same tasks: with `SharedResults`, the part that first creates the file ``N.claim`` runs task N, and saves the result as
+``N.result``. If a part has no other work and no result arrives for a while, it also runs tasks that other parts have
+claimed. At worst, a task runs several times, each time with the same result.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ _COUNT = "number of parts"
 
 
 class PartsFolder:
-    """The folder ``OUT.partial.parts`` of an array job: what all parts must have in common, and results to share."""
+    """The folder ``OUT.partial.parts`` of an array job.
+
+    It holds a record of what all parts must have in common, such as the options, and the results that the parts share.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,7 +51,10 @@ class PartsFolder:
         return agreed
 
     def agree(self, count: int, options: dict[str, Any], catalog: Catalog) -> None:
-        """Record the number of parts, options, packages and source, or raise ResumeError if the record differs."""
+        """Record the number of parts, the options, the package versions and the source.
+
+        If another part has made the record before, compare with it instead, and raise ResumeError if anything differs.
+        """
         job = {_COUNT: count, "packages": decoder_versions(), "options": options, "source": catalog.identity()}
         job = json.loads(json.dumps(job))
         temporary = self.folder.with_name(f"{self.folder.name}-{secrets.token_hex(6)}")
@@ -57,7 +63,7 @@ class PartsFolder:
             temporary.mkdir()
             write_atomically(temporary / "job.json", json.dumps(job, indent=1).encode())
             try:
-                # Renaming is atomic and fails if the folder exists, because an existing one is not empty.
+                # Renaming is atomic. It fails if another part has made the folder, which then contains job.json.
                 temporary.rename(self.folder)
                 before = job
             except OSError:
@@ -82,7 +88,7 @@ class PartsFolder:
         return 0 if agreed is None else int(agreed[_COUNT])
 
     def shared_results(self, stage: str, inner: Executor, num_workers: int) -> Executor:
-        """Return an executor that shares the results of a stage with all parts; `inner` if no part has started."""
+        """Return an executor that shares a stage's results with all parts. If no part has started, return `inner`."""
         if not self.count:
             return inner
         folder = self.folder / stage
@@ -98,7 +104,10 @@ def _difference(old: Any, new: Any) -> str:
 
 
 class SharedResults(ElasticExecutor):
-    """An executor of tasks whose results all parts need; all parts must submit the same tasks in the same order."""
+    """An executor of tasks whose results all parts need.
+
+    All parts must submit the same tasks in the same order. `inner` runs the tasks that this part claims.
+    """
 
     def __init__(self, folder: Path, inner: Executor, num_workers: int, parts: int) -> None:
         self._folder, self._inner = folder, inner
@@ -110,9 +119,10 @@ class SharedResults(ElasticExecutor):
         self._longest_seconds, self._changed = 0.0, time.monotonic()
 
     def in_flight(self) -> int:
-        """See `ElasticExecutor`. Also collect results that other parts have saved, and run tasks they did not finish.
+        """Return how many tasks may be in flight: two per worker of all parts.
 
-        The number allows tasks for the workers of all parts, because other parts run most of the tasks in flight here.
+        The workers of all parts count, because other parts run most of the tasks that are in flight here. Also collect
+        the results that other parts have saved. After a while without results, run some of the other parts' tasks.
         """
         for number, (outer, _, _) in list(self._awaited.items()):
             result = self._load(number)
@@ -149,7 +159,7 @@ class SharedResults(ElasticExecutor):
             data = (self._folder / f"{number}.result").read_bytes()
         except FileNotFoundError:
             return _MISSING
-        # Compare the CRC-32, because a power cut can leave a file without its bytes.
+        # Compare the CRC-32, because after a power cut, a file may lack some of its bytes.
         return pickle.loads(data[4:]) if data[:4] == zlib.crc32(data[4:]).to_bytes(4, "little") else _MISSING
 
     def _save(self, number: int, result: Any) -> None:
