@@ -139,8 +139,11 @@ def open_client(address: str) -> Iterator[Any]:
                 client = distributed.Client(address, timeout=_CONNECT_SECONDS)
         except Exception as error:  # Dask raises various errors, for example if a scheduler file is incomplete.
             reason = " ".join(str(error).split()) or type(error).__name__
-            advice = "start it, or check the address"
-            raise WorkerError(f"{address}: no Dask scheduler answers ({reason}); {advice}") from error
+            problem = f"no Dask scheduler answers ({reason}); start it, or check the address"
+            if local is not None:
+                advice = "start fewer workers, or check the limits of 'ulimit -a'"
+                problem = f"the cluster cannot be started ({reason}); {advice}"
+            raise WorkerError(f"{address}: {problem}") from error
         yield stack.enter_context(client)
 
 

@@ -253,6 +253,15 @@ def test_an_unusable_scheduler_is_one_error(error: Exception, monkeypatch: pytes
     assert "\n" not in str(caught.value)
 
 
+def test_a_local_cluster_that_cannot_start_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "LocalCluster", Mock(side_effect=OSError("too many open files")))
+    refused = pytest.raises(
+        WorkerError, match=r"^local:2: the cluster cannot be started \(too many open files\); .*ulimit"
+    )
+    with refused, dask_client.open_client("local:2"):
+        pass
+
+
 def test_a_relative_source_is_that_of_this_process(
     tmp_path: Path, client: Any, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
