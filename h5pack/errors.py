@@ -101,7 +101,7 @@ class SourceError(H5PackError, ValueError):
     Also raised in these cases:
 
     - The output cannot be created, for example because its folder does not exist or is not writable.
-    - Packs that are joined or appended to differ, for example in their fields.
+    - The packs to join, or a pack and the source to append to it, differ, for example in their fields.
     """
 
 

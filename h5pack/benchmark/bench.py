@@ -49,14 +49,14 @@ from h5pack.system.progress import progress_bar
 
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
-"""Default numbers of threads and workers to compare, up to the number of CPUs. A number of CPUs below 16 is added."""
+"""Default numbers of threads and workers to compare, up to the number of CPUs. That number is added if below 16."""
 _WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.5, 0.25
 """Fractions of the remaining time for warming up, for comparing variants, for measuring the fastest variants again, and
 for measuring each of two sets of loader settings."""
 _SMALL_SECONDS = 10.0
 """Time limit for measuring a sample that is too small to compare variants. It is longer if there are many variants."""
 _REST_TURNS = 4
-"""The run-off is repeated while there is time to measure all variants more than this many times."""
+"""Without other cases to measure, the run-off is repeated while there is time for more than this many turns."""
 
 
 def bench(
@@ -105,7 +105,8 @@ def bench(
         Orders of reading: as stored, window shuffle, full shuffle, one random index per call.
     engines : sequence of {"direct", "tuned", "default"}
         Readers: H5Loader reading the file directly, H5Loader reading through the HDF5 library with a tuned chunk cache,
-        and plain h5py.
+        and plain h5py. For the order "single", H5Dataset replaces the first one, and h5py with a tuned chunk cache the
+        second one.
     caches : sequence of {"hot", "cold"}
         Page-cache states: the file is in the page cache, or was dropped from it before reading.
     compression : str or sequence of str

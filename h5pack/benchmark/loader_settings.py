@@ -40,7 +40,7 @@ class Workload:
     split: str | None = None  # Split that a training reads; None: all rows.
     any_size: bool = False  # True: the images are generated, and stand for datasets of any size.
     fields: tuple[str, ...] = ()  # Names of an input file's further datasets that a training reads with the images.
-    # True: the input file has faults and must be decoded. It is then recommended only if no converted file is as fast.
+    # True: the input file has faults and must be decoded. It is then recommended only if it is clearly faster.
     decodes_input: bool = False
     first_epoch: tuple[float, ...] = ()  # Images/s of first epochs, if only first epochs decode chunks; else empty.
 

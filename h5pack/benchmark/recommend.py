@@ -102,7 +102,7 @@ class Findings:
 
     @property
     def cases(self) -> dict[BenchCase, FileVariant]:
-        """The case of each variant by which it is compared with others, and the variant.
+        """The cases that compare variants; the values are the variants.
 
         A contiguous copy is left out, because `convert` does not write contiguous files.
         """
@@ -250,9 +250,9 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
       are not likely slower than another.
     - If the usual variant is the input file, apply these rules to the variants that are faster than the input file. If
       there are none, return the input file.
-    - Otherwise, find the variants that are at least `WORTH` times as fast as the usual one, and return the fastest of
-      them. If several are fastest, return the one of least effort among them, so that noise does not decide. If no
-      variant is that much faster, return the usual one.
+    - Otherwise, find the variants that are faster than the usual one (see `_Compared.is_faster`) and at least `WORTH`
+      times as fast in the median. Return the fastest of them. If several are fastest, return the one of least effort
+      among these, so that noise does not decide. If no variant is that much faster, return the usual one.
     """
 
     def least_effort(some: Sequence[_Compared]) -> _Compared:

@@ -430,7 +430,7 @@ def _aligned(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _unmeasured(report: BenchReport) -> list[str]:
     """Return each reason for missing measurements once, with the number of its cases and the first of these cases."""
     reasons: dict[str, list[BenchCase]] = {}
-    # Leave out the cases that there was no time for, because a note states their number.
+    # Leave out the cases that there was no time for. Usually, a note states their number (see `bench.py`).
     tried = [one for one in report.measurements if one.reason != NO_TIME]
     for one in (*tried, *report.run_off):
         if one.reason is not None:

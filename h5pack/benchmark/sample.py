@@ -404,7 +404,7 @@ def _make_variants(
 
 
 def _sizes_for(wanted: Sequence[int], default_chunk_rows: int, rows: int) -> list[int]:
-    """Return those of the `wanted` chunk sizes of which `rows` rows fill at least two chunks, and the smallest size.
+    """Return the chunk sizes in `wanted` that are at most half of `rows`, and in any case the smallest size.
 
     The sizes closest to the default come first, because the last ones are omitted if time is short.
     """

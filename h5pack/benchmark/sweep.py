@@ -94,7 +94,7 @@ class CaseReader:
             epoch.close()  # type: ignore[attr-defined]
             if once or elapsed >= seconds:
                 break
-        # Count the rows again. Only now, when no thread is reading, they are the rows that the bytes belong to.
+        # Count the rows again. Only now, when no thread is reading, their number matches the number of bytes.
         now, counted = self._bytes_read(), max(self._rows_read() - before, self._rows - given)
         if not self.counts_bytes or requested is None or now is None or not counted:
             return ReadTiming(rows, elapsed, None)
@@ -132,7 +132,7 @@ def through_library(dataset: H5Dataset) -> H5Dataset:
 
 
 def open_reader(case: BenchCase, variant: FileVariant, seed: int, shared: SharedDatasets) -> CaseReader:
-    """Return the reader for a case."""
+    """Open the file variant of a case, and return the reader for the engine, order and `num_workers` of the case."""
     dataset = shared.dataset(variant)
     if case.num_workers is not None:
         return WorkerReader(dataset, case, variant, seed)
@@ -293,8 +293,7 @@ class _CaseState:
     reload: bool  # Whether to load the file into the page cache again before each repeat.
     allowance: float  # Seconds that all repeats may take together.
     end: float  # When the last repeat must end, as returned by the clock of `Sweep`.
-    # While there are fewer than `MIN_REPEATS` repeats, they may exceed the allowance until this time. None: they may
-    # not exceed it.
+    # Until this time, the first `MIN_REPEATS` repeats may exceed the allowance. None: they may not.
     late_end: float | None = None
     run_seconds: float = 0.0  # Duration of the latest repeat, without loading; at first an estimate.
     speeds: list[float] = field(default_factory=list)
@@ -318,10 +317,10 @@ class _CaseState:
         return self.run_seconds + (self.load_seconds if self.reloads_next() else 0.0)
 
     def is_due(self, now: float) -> bool:
-        """Return whether to measure another repeat: it must end before `end`, and must not exceed the allowance.
+        """Return whether to measure another repeat. Return False if `reason` is set.
 
-        The first repeat may exceed the allowance. With `late_end`, the first `MIN_REPEATS` repeats may exceed it, and
-        need only end before `late_end`.
+        The repeat must end before `end` and within the allowance, but the first repeat may exceed the allowance. With
+        `late_end`, the first `MIN_REPEATS` repeats may exceed the allowance, and need only end before `late_end`.
         """
         few = self.late_end is not None and len(self.speeds) < MIN_REPEATS
         within = few or not self.speeds or self.spent + self.next_seconds() <= self.allowance
@@ -354,7 +353,7 @@ class Sweep:
         self._turn = 0  # The number of turns so far, of all calls of `measure`.
 
     def warm(self, seconds: float) -> None:
-        """Load all variants into the page cache, but of the input file only as much as `seconds` allow."""
+        """Load all variants into the page cache. Of the input file, load only as much as `seconds` allow."""
         for label, variant in self._variants.items():
             rows = max(1, min(variant.rows, _WARM_BYTES // variant.row_bytes))
             self._read_epoch(BenchCase(label, "window", "direct", "hot", rows, 16, 1), seconds / len(self._variants))

@@ -109,7 +109,7 @@ def open_client(address: str) -> Iterator[Any]:
 
     `address` is the address of the scheduler or the path of its scheduler file. With "local:N", start a scheduler and N
     workers on this machine. Raises OptionsError if `address` is none of these. Raises WorkerError if no scheduler
-    answers, or if Dask is not installed.
+    answers, if the local cluster cannot be started, or if Dask is not installed.
     """
     try:
         import distributed
