@@ -3,9 +3,9 @@
 The consumer is the code that iterates over the batches, usually the training loop. A `PrefetchThread` fetches batches
 from the loader and queues their copies to the device: at most ``prefetch_factor`` batches more than the consumer has
 requested. When the consumer requests a batch, `DevicePrefetcher` queues the transforms of all batches whose copies are
-queued, and delivers the first of them. So the consumer waits only if the loader has no batch ready, or if the device is
-far behind (see below). Transforms are called in the consumer's thread, so its modes (no_grad, autocast) and its
-profiler apply to them.
+queued, and delivers the next batch. So the consumer waits only if the loader has no batch ready, or if the device is
+far behind (see below). Transforms are called in the consumer's thread, so the modes (no_grad, autocast) and the
+profiler of this thread apply to them.
 
 The host may queue many training steps before the device has done them, but the batches of these steps need memory.
 Therefore batch n is fetched only when the device has finished the step of batch n - ``prefetch_factor`` - 2.

@@ -80,7 +80,7 @@ def axes_of(
     draws : AugmentationDraws or None
         What `Normalize.draw` returned.
     crop : int, RandomCrop, CenterCrop or RandomResizedCrop
-        The option of `Normalize`.
+        The option `crop` of `Normalize`.
     input_size, output_size : tuple of int
         Height and width of the images before and after the transform.
     """

@@ -78,7 +78,7 @@ class Views:
         return f"Views({', '.join(map(repr, self.transforms))})"
 
     def __call__(self, images: torch.Tensor, key: BatchKey | None = None) -> tuple[Any, ...]:
-        """Return the images of each view."""
+        """Return a tuple with the images of each view."""
         return tuple(_call(transform, images, _view(key, number)) for number, transform in enumerate(self.transforms))
 
 

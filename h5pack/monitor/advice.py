@@ -120,7 +120,7 @@ class Remedy(Enum):
     )
     OWN_MODEL = "The step is a small built-in network. To measure your own, give `model`."
     USE_IDLE_GPUS = "{others}: train with {gpus} processes, one on each GPU (torchrun)."
-    NORMALIZE_ON_GPU = "Normalizing runs on the CPU. The GPU does it in one fast kernel (`device='cuda'`)."
+    NORMALIZE_ON_GPU = "Normalizing runs on the CPU. A GPU normalizes in one fast kernel (`device='cuda'`)."
     USE_GPU = "The step runs on the CPU: use the GPU (`device='cuda'`) or a smaller network."
     LESS_ARITHMETIC = (
         "No GPU was found, so the step runs on the CPU: use a smaller network or smaller images ('h5pack convert' with "
@@ -176,7 +176,7 @@ FASTER_ALONE = 1.2
 """PyTorch uses too many threads if the training is more than this many times as fast with one thread."""
 # The disk loses time with seeks if stored order is more than this many times as fast as the loader's order.
 _SEEKS = 1.3
-# A step has a high fixed cost if its images/s with half a batch are less than this fraction of those with a whole one.
+# A step has a high fixed cost if its images/s with half a batch are less than this fraction of those with a full batch.
 _OVERHEAD = 0.75
 _SMALL_BATCH_BYTES = 1 << 20
 # A loader counts as using only one CPU if it uses at least the first number of CPUs, and fewer than the second.

@@ -374,7 +374,8 @@ class _StageRules:
         if low <= MAX_STALL < high and high - low > _STALL_NOISE:
             return Verdict(Outcome.NOISY)
         together, producers, demand = self.rates[Stage.EVERYTHING], self._feed_and_copy(), self._demand()
-        # Noisy speeds of the feed and of the loop do not matter if the step waited in no repeat.
+        # If the step waited for at most MAX_STALL of the time in every repeat, noisy speeds of the feed and of the loop
+        # do not matter.
         waited = high > MAX_STALL
         if waited and not together.is_steady:
             return Verdict(Outcome.NOISY, stage=Stage.EVERYTHING)

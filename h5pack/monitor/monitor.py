@@ -354,7 +354,10 @@ class FeedRecorder:
         )
 
     def _attribute(self, name: str) -> Any:
-        """Return a numeric attribute of h5pack's loaders, or None. Other loaders may have a method of that name."""
+        """Return the attribute `name` of the loaders if it is a number, else None.
+
+        Loaders of other libraries may have a method with this name.
+        """
         value = first_attribute(self._layers, name)
         return value if isinstance(value, (int, float)) else None
 

@@ -25,7 +25,7 @@ _log = logging.getLogger("h5pack")
 
 @dataclass(frozen=True)
 class CpuTime:
-    """CPU seconds, used so far or since a reading."""
+    """CPU seconds that were used so far, or since an earlier reading."""
 
     own: float  # CPU seconds of this process, in all threads
     children: float | None  # CPU seconds of all descendants, including ended ones; None: not available

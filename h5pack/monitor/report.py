@@ -36,8 +36,9 @@ class FeedReport:
     images: int | None  #: number of images in these batches; None if they contain no tensor or array with an axis
     seconds: float  #: length of the period
     wait_seconds: float  #: how long the process waited inside next(loader)
-    #: How long the step waited. On a CPU: `wait_seconds`. On a CUDA device: how long the step's stream had no work
-    #: left, because the process was waiting for the batch, or the device was still copying or transforming it.
+    #: How long the step waited. On a CPU, or if a DeviceFeed wraps the monitor: `wait_seconds`. On a CUDA device: how
+    #: long the step's stream had no work left, because the process was waiting for the batch, or the device was still
+    #: copying or transforming the batch.
     stall_seconds: float
     stall_fraction: float  #: `stall_seconds` divided by `seconds`, 0 to 1
     images_per_s: float | None
