@@ -356,7 +356,8 @@ class ConvertPlan:
             of = of if options.val_groups is None else f"the images, in whole groups of {options.val_groups!r}"
             taken = "" if len(self.catalog.split_names) == 2 else " in the training split"
             splits += f" (val: {options.val:g} of {of}{taken}, seed {options.seed})"
-        file = f"at most {format_bytes(self.file_bytes)}"
+        bound = "about" if self.to_encode.any() else "at most"
+        file = f"{bound} {format_bytes(self.file_bytes)}"
         if options.filter is not None:
             file += f", {options.filter.name}"
         if self.source_bytes:
@@ -378,7 +379,7 @@ class ConvertPlan:
         ]
         if options.shard_bytes is not None:
             shards = counted(len(self.shard_edges()) - 1, "file")
-            lines.append(f"shards   {shards} of at most {format_bytes(options.shard_bytes)}")
+            lines.append(f"shards   {shards} of {bound} {format_bytes(options.shard_bytes)}")
         if self.catalog.ignored:
             ignored = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.catalog.ignored.items()))
             lines.append(f"ignored  {ignored}")

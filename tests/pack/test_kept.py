@@ -245,6 +245,21 @@ def test_a_dry_run_says_how_many_bytes_are_kept(source: Path, tmp_path: Path) ->
     assert os.path.getsize(tmp_path / "o.h5") == report.bytes <= plan.file_bytes + (1 << 20)
 
 
+def test_a_plan_with_images_to_encode_gives_no_upper_bound(tmp_path: Path) -> None:
+    # Noise takes far more bytes than the photos on which estimates are based.
+    noise = np.random.default_rng(0).integers(0, 256, (8, 256, 256, 3), np.uint8)
+    for number, image in enumerate(noise):
+        (tmp_path / "in").mkdir(exist_ok=True)
+        Image.fromarray(image).save(tmp_path / "in" / f"{number}.png")
+    for settings, bound in ((options(), "about"), (quick(), "at most")):
+        settings["overwrite"] = True
+        with Conversion(tmp_path / "in", tmp_path / "o.h5", **settings) as conversion:
+            plan = conversion.plan()
+        size = h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **settings).bytes
+        assert (size > plan.file_bytes) == (bound == "about")
+        assert f"file     {bound} " in plan.to_text()
+
+
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """JPEGs beside images of other formats, 3 of which cannot be decoded."""
