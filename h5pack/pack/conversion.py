@@ -13,7 +13,7 @@ depends on the files that it finds:
 - ``OUT.partial.survey``: the run continues the survey;
 - a journal with a plan: the run surveys the images again, and requires the same plan and the same images. With `keep`,
   it encodes the images that are not encoded yet. It checks the rows that the journal lists, and writes damaged and
-  missing rows. With `finish`, it checks no rows, and raises an error if rows are missing;
+  missing rows. With `finish`, it writes no rows, but raises an error if rows are missing;
 - a journal with ``written.bin``: every row was written, and rows may have moved. The run repairs the rows whose bytes
   are not intact at their final position, and finishes the file;
 - a journal with ``written.bin``, and a complete compressed file as ``OUT.partial``: the run only renames this file.
@@ -259,7 +259,9 @@ class Conversion:
         written = pack.journal.written()
         rows_moved_before = written is not None
         if written is None:
-            results = self._earlier_results(pack, check=not self.options.finish)
+            # Rows of parts need no check, because they were flushed before they were journaled.
+            check = not self.options.finish or pack.journal.has_unflushed_rows()
+            results = self._earlier_results(pack, check=check)
             if self.options.finish:
                 pack.require_all_parts(self._parts.count, results)
                 self._require_unchanged(pack, np.flatnonzero(~plan.has_row))

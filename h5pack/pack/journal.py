@@ -22,7 +22,8 @@ Before there is a plan, `SurveyJournal` keeps the results of a long survey in th
 before a task ends. Locks may not reach other machines, so a writer marks the beginning and the end of each task in its
 file (see `Journal.has_late_writers`). If the last mark of a writer is a beginning, the writer may still write, even
 long after it was given up. Until rows move, such late writes do no harm, because another writer has written the same
-bytes at the same offsets. With `finish`, rows are not read again, because all of them were flushed.
+bytes at the same offsets. With `finish`, rows are read again only if a run on one machine (with
+`resume`) has written some of them: the rows of durable writers were flushed.
 """
 
 from __future__ import annotations
@@ -321,6 +322,11 @@ class Journal:
         files = map(_intact, self.folder.glob(f"{_ROWS}-*.log"))
         marks = ([payload for magic, payload in records if magic == _MARK] for records in files)
         return any(found[-1:] == [_BEGUN] for found in marks)
+
+    def has_unflushed_rows(self) -> bool:
+        """Return whether a writer that is not durable has written rows, which a power cut may have lost."""
+        files = map(_intact, self.folder.glob(f"{_ROWS}-*.log"))
+        return any({magic for magic, _ in records} == {_MAGIC} for records in files)
 
     def save_written(self, record: RowRecord) -> None:
         """Save durably that every row is written or rejected. From then on, rows may be moved."""

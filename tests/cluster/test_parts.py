@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import h5py
 import pytest
 from PIL import Image
 
@@ -109,6 +110,30 @@ def test_the_rest_of_an_array_job_can_be_written_by_one_process(tmp_path: Path) 
     assert h5pack.convert(source, out, num_workers=1, resume=True, **options).resumed_rows == 20
     assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
     assert not list(tmp_path.glob("o.h5.partial*"))
+
+
+def test_rows_that_a_resumed_run_did_not_flush_are_checked_when_an_array_job_is_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = flat_folder(tmp_path / "in", 20), {"num_workers": 1, "chunk_rows": 2}
+    out = tmp_path / "o.h5"
+    expected = local(source, tmp_path / "local.h5", options)
+    write(source, out, options, "1/2")
+    with monkeypatch.context() as patch:
+        patch.setattr("h5pack.pack.journal.Journal.save_written", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            h5pack.convert(source, out, resume=True, **options)
+    # A power cut loses a row of the second part.
+    with h5py.File(tmp_path / "local.h5") as file:
+        offset = file["images"].id.get_chunk_info(8).byte_offset
+    with (tmp_path / "o.h5.partial").open("r+b") as partial:
+        partial.seek(offset)
+        partial.write(bytes(100))
+    with pytest.raises(IncompletePackError, match="part 2 of 2"):
+        h5pack.convert(source, out, finish=True, **options)
+    write(source, out, options, "2/2")
+    h5pack.convert(source, out, finish=True, **options)
+    assert out.read_bytes() == expected
 
 
 @pytest.mark.parametrize("name", ["folder", "kept_files"])
