@@ -6,8 +6,8 @@ depends on the files that it finds:
 - the output, but no ``OUT.partial``: the output is complete. The run only compares it with the source and the options,
   and removes temporary files. In two cases, the output is an older one that is still to be replaced:
 
-  - The run has `overwrite`, and nothing shows that the interrupted run had already replaced the output. The journal
-    shows this; with `finish`, a missing journal shows it, too.
+  - The run has `overwrite`, and there is no sign that the interrupted run had already replaced the output. Such signs
+    are a journal with ``written.bin`` and a journal without a plan and, with `finish`, a missing journal.
   - An array job has begun, but none of its parts has written a row;
 
 - ``OUT.partial.survey``: the run continues the survey;

@@ -62,8 +62,8 @@ def estimate_seconds(plan: ConvertPlan, executor: Executor, num_workers: int) ->
     """Return an estimate of the seconds that a conversion takes after the survey.
 
     The workers decode images: first up to two tasks per worker, then further tasks until 0.3 s have passed or an eighth
-    of all images is decoded. With `compression`, they also compress the images. With `keep`, this process reads
-    a few images instead. It encodes those that cannot be stored unchanged, and decodes the others.
+    of all images is decoded. With `compression`, they also compress the images. With `keep`, this process reads a few
+    images instead. It encodes those that cannot be stored unchanged, and decodes the others.
     """
     table_seconds = _TABLE_SECONDS_PER_ROW * plan.rows + _FLUSH_SECONDS
     if isinstance(plan, KeptPlan):
@@ -124,7 +124,7 @@ def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield one list of catalog indices per task, in random order.
 
     Images that the source reads together, such as those of a chunk, are in the same task. At most 256 images of such a
-    group are used. If images are arrays, and 16 MiB hold more than 256 of them, 16 MiB are used.
+    group are used. If images are arrays, and 16 MiB hold more than 256 of them, at most 16 MiB are used.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)

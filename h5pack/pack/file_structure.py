@@ -230,7 +230,7 @@ def copy_structure(path: Path, target: int, addresses: Addresses, structure: Fil
 def write_compressed(
     path: Path, structure: FileStructure, rows: int, tables: PackTables, chunks: Iterable[bytes]
 ) -> None:
-    """Write a compressed pack. `chunks` yields the chunks of its first dataset, then those of the next one, etc."""
+    """Write a compressed pack. `chunks` yields the chunks of the first dataset, then those of the next one, etc."""
     with create_file(path, structure) as file:
         reserve(path, 0, structure.metadata_bytes)
         datasets = _create_datasets(file, structure, rows, structure.compression)

@@ -22,8 +22,8 @@ Before there is a plan, `SurveyJournal` keeps the results of a long survey in th
 before a task ends. Locks may not reach other machines, so a writer marks the beginning and the end of each task in its
 file (see `Journal.has_late_writers`). If the last mark of a writer is a beginning, the writer may still write, even
 long after it was given up. Until rows move, such late writes do no harm, because another writer has written the same
-bytes at the same offsets. With `finish`, rows are read again only if a run on one machine (with
-`resume`) has written some of them: the rows of durable writers were flushed.
+bytes at the same offsets. With `finish`, rows are read again only if a run on one machine (with `resume`) has written
+some of them: the rows of durable writers were flushed.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ class SurveyJournal:
 
     The first record is `identity`: the source, options and software to which the results belong. The file is created
     once the survey has taken 10 seconds, with all results so far. It is removed when the journal of rows begins, and at
-    the end of the run. It is not removed if the run is interrupted, or ends with an error that recommends resuming.
+    the end of the run. But it remains if the run is interrupted, or ends with an error that recommends resuming.
     Without `resume`, an earlier file is removed at the start.
 
     The file only saves time. Records after a damaged one, and records of another survey, are ignored. If the file

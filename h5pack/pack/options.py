@@ -233,7 +233,7 @@ class ConvertOptions:
 
     @property
     def group_field(self) -> str | None:
-        """The field by which `val` groups images: its name in the pack. `val_groups` may be the path of a dataset."""
+        """Name in the pack of the field `val_groups`. The option itself may be the path of a dataset in `fields`."""
         paths = [name.strip("/") for name in self.fields]
         name = self.val_groups
         return field_name(name.strip("/")) if name is not None and name.strip("/") in paths else name

@@ -96,7 +96,7 @@ def pack_statistics(
 
 
 def statistics_of(total: npt.NDArray[np.uint64], pixels: int, rows: int, step: int, split: str) -> dict[str, Any]:
-    """Return `PackTables.statistics`: mean and std of `rows` rows, which are every `step`-th row of the split `split`.
+    """Return `PackTables.statistics`: mean and std of `rows` rows, sampled in steps of `step` from the split `split`.
 
     `total` has the sums of these rows (see `channel_sums`), and `pixels` is the number of their pixels.
     """

@@ -271,9 +271,9 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
 
 
 def _turned(catalog: Catalog, survey: Survey) -> Catalog:
-    """Turn boxes whose annotations are for the image before Exif turns it; reject images of any other size.
+    """Turn an image's boxes if the annotated size is that before Exif turns the image; reject images of other sizes.
 
-    The size of an image according to its annotations is in `Catalog.annotated_sizes`.
+    The annotated size is the size of an image according to its annotations (`Catalog.annotated_sizes`).
     """
     sizes = catalog.annotated_sizes
     if sizes is None:

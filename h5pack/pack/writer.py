@@ -37,7 +37,7 @@ from h5pack.sources.catalog import RUN_AGAIN, SourceReader
 from h5pack.system.processes import shared
 
 # Limits in bytes of a task's rows, and of the image files they come from. Tasks are large, because after each task a
-# worker waits for its last write. On several machines, each task also costs Dask's scheduler 2 ms.
+# worker waits for its last write. On a Dask cluster, each task also costs the scheduler 2 ms.
 TASK_BYTES, _TASK_SOURCE_BYTES = 128 * 1024 * 1024, 64 * 1024 * 1024
 _TASKS_PER_WORKER = 16
 # Rows that are not contiguous in the file are written in groups of this size while the next group is decoded.
