@@ -360,7 +360,7 @@ class OutputLock:
     """An flock on ``OUT.partial``, held from the file's creation until it is renamed to the output.
 
     With `distributed`, or if an `OwnerFile` exists already, the process also becomes the owner. Raises OutputBusyError
-    if another process holds the lock or is the owner.
+    if another process holds the lock, or is the owner and may still be running.
     """
 
     def __init__(self, output: Output, distributed: bool = False) -> None:
