@@ -86,11 +86,11 @@ class Output:
         self.permissions_of = permissions_of  # a file whose owner, group and mode the output gets, if it exists
         self.partial = self._beside(".partial")  # the file under construction
         self.new = self._beside(f".partial.new{private}")  # becomes `partial` when it is ready
-        self.survey = self._beside(".partial.survey")  # see `h5pack.pack.journal.SurveyJournal`
-        self.journal = self._beside(".partial.journal")  # a folder; see `h5pack.pack.journal`
-        self.parts = self._beside(".partial.parts")  # a folder; see `h5pack.cluster.parts`
-        self.shards = self._beside(".partial.shards")  # a folder; see `h5pack.combine.convert`
-        self.owner = self._beside(".partial.owner")  # see `OwnerFile`
+        self.survey = self._beside(".partial.survey")  # results of a long survey; see `SurveyJournal`
+        self.journal = self._beside(".partial.journal")  # a folder: the plan and the rows that are written
+        self.parts = self._beside(".partial.parts")  # a folder: what the parts of an array job share
+        self.shards = self._beside(".partial.shards")  # a folder: shards before they get their final names
+        self.owner = self._beside(".partial.owner")  # names the process that may finish; see `OwnerFile`
         # The HDF5 metadata in a sparse file, which is copied into `partial` or, for a virtual file, replaces it.
         self.structure = self._beside(f".partial.structure{private}")
         # The compressed copy of `partial`. It replaces `partial` when the copy is complete.

@@ -99,9 +99,9 @@ class ConvertPlan:
     row_order: RowOrder  # the catalog index of each row, and the splits
     decode_paths: npt.NDArray[np.uint8]  # (M,): the `DecodePath` of each image
     fingerprints: npt.NDArray[np.uint64]  # (M,): a hash per image, which changes if the image does
-    chunks: ChunkPlan  # size and number of the chunks of `/images`
+    chunks: ChunkPlan  # size and number of the chunks of the images dataset
     rejects: tuple[Reject, ...]  # images that the source or the image headers show to be unusable
-    source_bytes: int  # size of the image files; 0 if the images are not files
+    source_bytes: int  # size of the image files in bytes; 0 if the images are not files
     mask_dtypes: tuple[str, ...]  # dtype of each field of pixels, in the catalog's order
 
     @property

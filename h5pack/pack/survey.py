@@ -59,10 +59,10 @@ class Survey:
     reasons: dict[int, str]  # why images are rejected, by catalog index
     labels: npt.NDArray[Any] | None = None  # of a map-style dataset's samples; else None
     unused: set[str] = field(default_factory=set)  # names of parts of samples that are not packed, such as dict keys
-    file_bytes: int = 0  # size of all accepted image files together; 0 if images are not files
+    file_bytes: int = 0  # size of all accepted image files together, in bytes; 0 if images are not files
     # Size of each JPEG file in bytes; 0 for other images. Without `keep`, always 0.
     jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    mask_dtypes: list[str] = field(default_factory=list)  # for each field of masks: the dtype of its widest mask
+    mask_dtypes: list[str] = field(default_factory=list)  # for each field of pixels, the dtype of its widest mask
     orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # in Exif, 1 to 8
     fields: list[dict[str, Any] | None] = field(default_factory=list)  # of a map-style dataset's samples; else empty
 
