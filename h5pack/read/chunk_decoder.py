@@ -152,15 +152,21 @@ class ChunkDecoder:
         if not index.codec.steps and len(rows) * _SPARSE_FACTOR < index.chunk_rows and key not in self.cache:
             # Without filters, HDF5 can read just the bytes of the requested rows.
             return self.read_through_library(index, rows)
-        size = 0
+        size = calls = 0
 
         def load() -> npt.NDArray[np.uint8]:
-            nonlocal size
-            size = int(np.maximum(index.sizes[chunk], 0).sum())
+            nonlocal size, calls
+            if (index.sizes[chunk] < 0).any():
+                first = chunk * index.chunk_rows
+                found = self.read_through_library(index, np.arange(first, min(index.rows, first + index.chunk_rows)))
+                size, calls = found.size, found.calls
+                return found.values
+            size = int(index.sizes[chunk].sum())
+            calls = int(size > 0)
             return self._load(index, chunk)
 
         values = self.cache.get(key, load, keep=keep)
-        return ChunkRows(values, rows - chunk * index.chunk_rows, size, int(size > 0))
+        return ChunkRows(values, rows - chunk * index.chunk_rows, size, calls)
 
     def move(self, index: ChunkIndex, chunk: int, out: npt.NDArray[np.uint8]) -> bool:
         """Copy chunk number `chunk` from the cache to `out`; return False if it is not cached.
@@ -172,12 +178,8 @@ class ChunkDecoder:
     def _load(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
         """Return the bytes of all rows of chunk number `chunk`, counted along axis 0.
 
-        The last chunk may extend past the last row of the dataset. The bytes past that row are undefined, or left out.
+        The last chunk may extend past the last row of the dataset. The bytes past that row are undefined.
         """
-        first = chunk * index.chunk_rows
-        stop = min(index.rows, first + index.chunk_rows)
-        if (index.sizes[chunk] < 0).any():
-            return self.read_through_library(index, np.arange(first, stop)).values
         if index.chunk_shape is None:
             offset = int(index.addresses[chunk])
             if offset < 0:

@@ -132,6 +132,19 @@ def test_a_chunk_is_decoded_once_for_several_batches(tmp_path: Path, monkeypatch
     assert engine.decoding_bytes(3, keep=False) == 3 * (20_000 + int(engine.indexes["x"].sizes.max()))
 
 
+def test_an_edge_chunk_that_hdf5_must_read_is_counted(tmp_path: Path) -> None:
+    values = smooth((45, 10, 100), "u2", 1)
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w") as file:
+        # Shuffling keeps the size, so the size of the last chunk does not say whether it was shuffled.
+        file.create_dataset("x", data=values, chunks=(10, 10, 100), shuffle=True)
+    engine = engine_of(path)
+    assert engine.indexes["x"].sizes.tolist() == [20_000] * 4 + [-1]
+    found, positions = engine.rows_in_chunk("x", np.array([44, 41]))
+    assert np.array_equal(found[positions], values[[44, 41]])
+    assert (engine.stats.bytes_read, engine.stats.reads) == (5 * 2_000, 1)
+
+
 def test_decoded_chunks_that_all_stay_in_memory_form_an_array(tmp_path: Path) -> None:
     values = smooth((45, 10, 100), "u1", 1)
     engine = engine_of(write(tmp_path / "f.h5", values, "gzip", chunk_rows=10))
