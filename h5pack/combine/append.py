@@ -175,8 +175,9 @@ def append(
 
 
 def _require_options(old: Part, options: dict[str, Any], split: str | None) -> None:
-    files = ("size", "chunk_rows", "chunk_bytes", "compat", "shard_bytes")
+    files = ("size", "chunk_rows", "chunk_bytes", "compat")
     reasons = dict.fromkeys((*_OF_ROWS, *files), "the pack determines it; leave it out")
+    reasons["shard_bytes"] = "append writes all new images to one file; leave it out"
     several = "append runs on one machine; convert the new images into a pack of their own, and join the two packs"
     reasons |= dict.fromkeys(("part", "finish", "client"), several)
     reasons["val_groups"] = "it would ignore the groups of the pack's images; define the splits in the source"
@@ -240,7 +241,7 @@ class _Addition(Conversion):
         known, new = fitted([old.catalog, plan.catalog])
         forms, advice = table_forms(known, old.pixel_dtypes), "choose options so that both are the same"
         require_alike(old.path, forms, plan.source, table_forms(new, plan.mask_dtypes), advice)
-        if forms["labels"] == "classes":
+        if forms["labels of the kind"] == "classes":
             merge_classes([(old.path, known.label_names or ()), (plan.source, new.label_names or ())])
         _split_for(old, plan.catalog, self._split)
         return plan

@@ -245,8 +245,11 @@ def table_forms(catalog: Catalog, dtypes: Iterable[Any]) -> dict[str, Any]:
     forms = _field_forms(catalog, dtypes)
     names = listed([name for name, _ in forms]) or None
     return {
-        "labels": _label_kind(catalog), "the label columns": columns, "the fields": names, "the types of fields": forms,
-    }  # fmt: skip
+        "labels of the kind": _label_kind(catalog),
+        "the label columns": columns,
+        "the fields": names,
+        "the types of fields": forms,
+    }
 
 
 def _field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tuple[Any, ...]]]:
@@ -310,7 +313,7 @@ def _label_kind(catalog: Catalog) -> str | None:
     if catalog.labels is None:
         return None
     if catalog.labels.ndim == 2:
-        return "a table"
+        return "table"
     return "integers" if catalog.label_names is None else "classes"
 
 

@@ -243,6 +243,10 @@ def test_images_that_do_not_fit(tmp_path: Path) -> None:
             h5pack.append(tmp_path / "o.h5", other, **quick(**settings))
         assert (tmp_path / "o.h5").read_bytes() == before
         assert not [name for name in leftovers(tmp_path) if name.startswith("o.h5.")]
+    with pytest.raises(SourceError, match=r"has labels of the kind classes, but .* has none"):
+        h5pack.append(tmp_path / "o.h5", tmp_path / "flat", **quick())
+    with pytest.raises(OptionsError, match="append writes all new images to one file"):
+        h5pack.append(tmp_path / "o.h5", tmp_path / "large", **quick(shard_bytes="1MB"))
     # Images of a source without splits go into the only split.
     path = tmp_path / "s.h5"
     h5pack.convert(split_folders(tmp_path / "splits", {"train": {"": 2}, "val": {"": 2}}), path, **quick())
