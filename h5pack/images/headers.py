@@ -94,7 +94,7 @@ class ImageHeader:
 
 
 def orientation_of(image: Image.Image) -> int:
-    """Return the orientation of an image in Exif or else XMP data, 1 to 8; 1 if it has none or an invalid one."""
+    """Return the orientation of an image from its Exif data, or else its XMP data: 1 to 8, and 1 if none is valid."""
     try:
         value = image.getexif().get(ORIENTATION_TAG, 1)
     except (SyntaxError, ValueError, struct.error):  # Pillow raises these for damaged Exif data.
@@ -143,10 +143,13 @@ _last_prefix: tuple[bytes, ImageHeader] | None = None
 def parse_jpeg(head: bytes) -> ImageHeader | None:
     """Parse the header of a plain JPEG from the first bytes of the file.
 
-    Return None if Pillow must parse the file: for other formats, malformed files, an Exif, XMP, MPF or Photoshop
-    segment (which may contain an orientation), unusual color spaces or chroma subsampling, 12 bits per channel, and
-    lossless or arithmetic coding. Also return None if `head` ends before the first scan, because one of these
-    segments may follow.
+    Return None if Pillow must parse the file, because one of the following holds:
+
+    - The file has another format, or is malformed.
+    - The file has an Exif, XMP, MPF or Photoshop segment, which may contain an orientation.
+    - The color space or the chroma subsampling is unusual, or a channel has 12 bits.
+    - The coding is lossless or arithmetic.
+    - `head` ends before the first scan. One of these segments may then follow after `head`.
     """
     global _last_prefix
     # Images of the same size from the same encoder often start with identical bytes up to the first scan, and no later

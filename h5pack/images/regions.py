@@ -98,8 +98,8 @@ def _decode_top(data: bytes, header: ImageHeader, window: Window) -> Pixels | No
 
     top, left, height, width = window
     whole = scratch(min(top + height + _CONTEXT_ROWS, header.height), header.width)
-    # With strict=False, simplejpeg accepts bytes after the last row, as in `with_height`. It would also accept a
-    # truncated file, so check the end marker here.
+    # With strict=False, simplejpeg accepts data after the last row. It would also accept a truncated file, so check the
+    # end marker here.
     if not data.endswith(_END):
         return None
     try:

@@ -120,10 +120,13 @@ class DatasetReport:
             lines.append(f"  fix{without}: {shlex.join(self.fix)}")
             if not without and lacks_labels(self.fix):
                 how = shlex.join(["h5pack", "info", path, "--labels"])
-                text = f"if field NAME has them, '{how} NAME' prints a fix that packs it as labels"
+                text = f"if a field NAME has the labels, '{how} NAME' prints a fix that packs the field as labels"
                 lines.append(f"  labels: found none; {text}")
             if "--fields" in self.fix:
-                lines.append("  split: --val 0.1 for validation; with --val-groups FIELD, equal values stay together")
+                lines.append(
+                    "  split: add --val 0.1 for a validation split, and --val-groups FIELD to keep images with equal "
+                    "values of FIELD in one split"
+                )
             measure = ["h5pack", "bench", path, "--images", self.name]
             measure += ["--labels", _labels_of(labeled)] if "--labels" in labeled and path in labeled else []
             lines.append(f"  measure: {shlex.join(measure)}")

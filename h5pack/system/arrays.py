@@ -48,7 +48,7 @@ def consecutive_runs(*columns: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def limited_runs(
     edges: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64], max_length: int
 ) -> Iterator[tuple[int, int]]:
-    """Divide runs of ranges into shorter runs. Each either spans at most `max_length`, or is a single longer range.
+    """Divide runs of ranges into shorter runs, which span at most `max_length` or consist of a single longer range.
 
     Range i goes from ``starts[i]`` to ``stops[i] - 1``. `edges` are the edges of the runs to divide (see `run_edges`).
     Within such a run, starts and stops ascend. For each shorter run, yield (first, last). The shorter run consists of
@@ -145,8 +145,8 @@ def shuffled(count: int, key: int) -> npt.NDArray[np.int64]:
 def shuffled_split(count: int, seed: int, split: int) -> npt.NDArray[np.int64]:
     """Return the permutation, int64 (count,), by which a pack shuffles the rows of its split number `split`.
 
-    The permutation is 0..count-1, sorted by a hash of each number. So it is the same in every release of h5pack and
-    NumPy.
+    The permutation is 0..count-1, sorted by a hash of each number. The hash depends on `seed` and `split`, but not on
+    the release of h5pack or NumPy.
     """
     key = splitmix64((seed * SPLITMIX64_GAMMA + (split + 1) * 0xD1B54A32D192ED03) % 2**64)
     # No two hashes are equal, because splitmix64 is a bijection.

@@ -193,7 +193,7 @@ def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator
         elif named and error.errno == errno.ENOENT:
             problem = f"another program removed it, or its file system does not allow this name; {again}"
         elif named and error.errno == errno.ENAMETOOLONG:
-            problem = "the name is too long; give a shorter one"
+            problem = "the name is too long; give a shorter name"
         elif named and error.errno in (errno.EINVAL, errno.EILSEQ):  # FAT and exFAT refuse names with a colon.
             problem = "its file system does not allow this name; choose a folder on another file system"
         else:
@@ -349,7 +349,7 @@ def require_other_files(outputs: Iterable[Path], inputs: Iterable[str | os.PathL
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool | None:
-    """Lock an open file with flock, exclusively unless `shared`. If `wait`, wait until the lock is free.
+    """Lock an open file with flock: with a shared lock if `shared`, else exclusively. If `wait`, wait for the lock.
 
     Returns True if the file is now locked, False if another open file holds a conflicting lock, and None if the file
     system (such as some network file systems) has no such locks.
@@ -458,8 +458,8 @@ os.register_at_fork(
 def held_stderr() -> Iterator[list[bytes]]:
     """Hold back what is written to the process's standard error; yield a list that gets these lines at the end.
 
-    The lines are not written to standard error afterwards. Until then, other threads that call this function wait, and
-    so do threads that fork.
+    The lines are not written to standard error afterwards. While one thread holds standard error back, other threads
+    that call this function wait, and so do threads that fork.
     """
     lines: list[bytes] = []
     with _stderr_lock, contextlib.ExitStack() as stack:

@@ -54,7 +54,7 @@ def shared() -> Any:
 
 @contextlib.contextmanager
 def using_shared(shared_object: Any) -> Iterator[None]:
-    """Make `shared` return an object to the tasks that this thread runs."""
+    """In a ``with`` block, make `shared` return `shared_object` to the tasks that this thread runs."""
     before, _local.shared = shared(), shared_object
     try:
         yield
@@ -78,7 +78,7 @@ class ElasticExecutor(concurrent.futures.Executor):
 
 
 class LostTaskError(BrokenProcessPool):
-    """A task cannot be completed, because every worker that tried it died."""
+    """A task cannot be completed, because every worker that tried to run it died."""
 
 
 class SerialExecutor(concurrent.futures.Executor):
@@ -95,7 +95,10 @@ class SerialExecutor(concurrent.futures.Executor):
 
 @contextlib.contextmanager
 def reporting_start_errors(advice: str = "") -> Iterator[None]:
-    """Turn an OSError of starting processes, or of creating their pipes and locks, into a WorkerError with `advice`."""
+    """Raise a WorkerError instead of an OSError if processes, or their pipes and locks, cannot be created.
+
+    The message of the WorkerError ends with `advice`.
+    """
     try:
         yield
     except ConnectionError:  # The process has started and then ended. `_require_start` reports this.
@@ -233,7 +236,7 @@ def run(
 class _WithoutMain:
     """A mixin for processes that do not import the main script.
 
-    The script may therefore start them outside of ``if __name__ == "__main__":``.
+    The script may therefore start such processes outside of ``if __name__ == "__main__":``.
     """
 
     def start(self) -> None:
@@ -298,7 +301,7 @@ def _globals_of(function: types.FunctionType) -> Iterator[Any]:
     codes = [] if _is_known(function) else [function.__code__]
     while codes:
         code = codes.pop()
-        # Not `co_names`, which has the names of attributes, too.
+        # `co_names` is not used, because it also has the names of attributes.
         names = {one.argval for one in dis.get_instructions(code) if one.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
         yield from (function.__globals__[name] for name in names if name in function.__globals__)
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
@@ -315,11 +318,16 @@ def _require_no_open_file(value: Any) -> None:
         with contextlib.suppress(OSError, ValueError):
             if isinstance(item, io.IOBase) and item.readable() and item.seekable() and item.fileno() >= 0:
                 problem = f"the source holds the file {getattr(item, 'name', item)!r} open"
-                raise _worker_error(f"{problem}, and worker processes would share its position; open it for each read")
+                raise _worker_error(
+                    f"{problem}, and worker processes would share its position; open the file again for each read"
+                )
 
 
 def _require_importable_main(advice: str) -> None:
-    """Raise WorkerError if workers that are not forked cannot import the main script, or would run this call again."""
+    """Raise WorkerError if workers that are not forked cannot import the main script.
+
+    Also raise it if importing the script would run the current call again.
+    """
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", "")
     path = getattr(main, "__file__", None)
