@@ -138,7 +138,7 @@ def batch_size_and_bytes(batch: Any) -> tuple[int | None, int]:
     The length is None if no tensor or array has an axis. Sparse COO tensors have no `nbytes`, so they count as 0 bytes.
     """
     if isinstance(batch, torch.Tensor):
-        # Nested tensors have `size`, but not `shape`.
+        # Nested tensors of the strided layout have `size`, but not `shape`.
         return (batch.size(0) if batch.dim() else None), 0 if batch.layout == torch.sparse_coo else batch.nbytes
     if not isinstance(batch, (list, tuple, Mapping)):
         # The batch may be an array of another library, such as NumPy.

@@ -169,7 +169,7 @@ class DeviceCopier:
         return fetched
 
     def consumed(self) -> Any:
-        """Record and return an event after all work that the consumer has queued so far."""
+        """Record an event after all work that the consumer has queued so far, and return the event."""
         return self._operations.event(self._operations.current_stream())
 
     def join_streams(self) -> None:

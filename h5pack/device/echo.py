@@ -307,9 +307,9 @@ class _AdaptiveEcho(_EchoIterator):
         return batch
 
     def _get(self, *, wait: bool) -> FetchedBatch | None:
-        """Return the loader's next batch; None if it is not ready. If `wait`, wait until it is ready.
+        """Return the loader's next batch; None if it is not ready. If `wait` is true, wait until it is ready.
 
-        Without `wait`, still wait briefly for a batch that is expected soon, because a repeat of the current batch
+        If `wait` is false, still wait briefly for a batch that is expected soon, because a repeat of the current batch
         would hardly save time. After the last batch, raise StopIteration, or the loader's error.
         """
         tolerance = _WAIT_SHARE * self._step_seconds

@@ -278,7 +278,7 @@ class Normalize:
         Parameters
         ----------
         images : Tensor
-            As in calls. Only their shape and device are used.
+            As in calls. The values of the pixels are not used.
         key : BatchKey, optional
             The identity of each sample. Required if `keyed` is true.
 
@@ -297,7 +297,10 @@ class Normalize:
         return fixed_draws(pixels, top, left, self.augmentation.window_size(height, width))
 
     def image_size(self, images: torch.Tensor) -> tuple[int, int]:
-        """Return height and width of a batch of images, in pixels; raise OptionsError if calls would reject it."""
+        """Return height and width of a batch of images, in pixels.
+
+        Raises OptionsError if calls would reject the batch.
+        """
         _, height, width, _ = self._pixels(images).shape
         return height, width
 
