@@ -37,7 +37,7 @@ class FetchedBatch:
 class DeliveryCursor:
     """The progress of the training step in an iteration. Batches that were only prefetched do not count."""
 
-    iteration: int  # The iteration's number from 0, used as the epoch if the loader counts no epochs.
+    iteration: int  # The number of the iteration, used as the epoch if the loader counts no epochs.
     delivered: int  # How many batches the step has received.
     state: dict[str, Any] | None  # The loader's state after the most recently delivered batch; None if not recorded.
 
@@ -50,7 +50,8 @@ class LoaderWrapper(Closeable):
     """A wrapper around a loader that offers the loader's length, dataset, epoch and state as its own.
 
     The state and the epoch come from the loader, or from its sampler if the loader is a DataLoader. If neither of them
-    counts epochs, the wrapper counts iterations from 0 and uses that number as the epoch.
+    counts epochs, the wrapper counts iterations, from 0 or from the epoch of the last `set_epoch`, and uses that number
+    as the epoch.
     """
 
     def __init__(self, loader: Any) -> None:

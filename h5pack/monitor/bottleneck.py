@@ -158,7 +158,8 @@ class Evidence:
     wait_fraction: float | None = None
     # The fraction of the process's wait for the loader in which a transform ran in the step's thread.
     transform_wait_fraction: float | None = None
-    # CPU seconds per second that the DataLoader's workers used or, without a DataLoader, the process and its children.
+    # CPU seconds per second that were used: by the child processes if the loader is a DataLoader, which may have
+    # workers, else by this process and its children.
     cpus_used: float | None = None
 
     # Set by `h5pack.diagnose` only:
