@@ -54,12 +54,12 @@ class FileDescription:
     columns: tuple[str, ...] | None  # column names of a label table; None if the file has none
     splits: dict[str, RowNumbers]  # the rows of each split
     mean: npt.NDArray[np.float64] | None  # (C,): mean of pixels scaled to 0..1, per channel; None if not stored
-    std: npt.NDArray[np.float64] | None  # standard deviation, like `mean`
-    # The ragged fields by path. `indexes` has the index of their data.
+    std: npt.NDArray[np.float64] | None  # (C,): standard deviation of the same pixels; None if not stored
+    # The index of each ragged field, by the field's path. The index of its data is also in `indexes`.
     ragged: dict[str, RaggedIndex] = field(default_factory=dict)
     kinds: dict[str, str] = field(default_factory=dict)  # attribute "kind" of the fields that have it, by path
-    statistics_rows: int = 0  # number of rows that `mean` and `std` were computed from
-    files: tuple[tuple[str, int], ...] = ()  # path and first row of each file; several files may be read as one
+    statistics_rows: int = 0  # number of rows that `mean` and `std` were computed from; 0 if not stored
+    files: tuple[tuple[str, int], ...] = ()  # path and first row of each file; more than one if files are read as one
 
 
 def describe_file(
@@ -72,13 +72,14 @@ def describe_file(
 ) -> FileDescription:
     """Describe a pack, or any HDF5 file with a dataset whose rows are images (pixels, or encoded images).
 
-    `images`, `labels` and `fields` are paths in the file; for a pack's fields, names suffice. If there is no dataset at
-    the default `images`, the images are the JPEG files in the group `/encoded`. If there is none at the default
-    `labels`, the result has no labels. However, if checksums of labels exist, the labels were lost, which is an error.
-    If `sized` is false, encoded images get the size 0 x 0, which suffices for reading their bytes.
+    - `images`, `labels` and `fields` are paths in the file. For a pack's fields, names suffice.
+    - If there is no dataset at the default `images`, the images are the JPEG files in the group `/encoded`.
+    - If there is no dataset at the default `labels`, the result has no labels. However, if the file has checksums of
+      labels, the labels were lost, which is an error.
+    - If `sized` is false, encoded images get the size 0 x 0, which suffices for reading their bytes.
 
-    Raises PackFormatError if the file, or one of the datasets, is missing, damaged or unusable, IncompletePackError if
-    the pack is unfinished, and OptionsError if a parameter has a wrong type.
+    Raises PackFormatError if the file, or one of the datasets, is missing, damaged or unusable. Raises
+    IncompletePackError if the pack is unfinished, and OptionsError if a parameter is invalid.
     """
     require_local(path)
     fields = texts("fields", () if fields is None else fields)
@@ -129,7 +130,8 @@ def _describe(
             ragged[name] = index
             continue
         indexes[name] = index
-        # Ignore checksums of encoded images that h5pack did not write: they do not apply to decoded pixels.
+        # If a dataset holds encoded images, the rows that are returned are decoded pixels, so row checksums that the
+        # file has for this dataset do not apply. An `EncodedIndex` is different: its checksums are those of the bytes.
         if isinstance(index, EncodedIndex) or not index.is_encoded:
             indexes.update(index_checksums(file, name, rows))
     _require_same_sources(file, indexes, images)
@@ -162,7 +164,7 @@ def _index(file: h5py.File, name: str, role: str, *, sized: bool) -> ChunkIndex 
         return index_kept(file, name, sized=sized)
     if is_mask_group(file, name):
         if role != "fields":
-            raise dataset_error(file.filename, name, "holds masks; give it in fields, not as images or labels")
+            raise dataset_error(file.filename, name, "holds masks; name it in fields, not as images or labels")
         return index_kept(file, name, sized=sized)
     if role == "fields" and is_ragged(file, name):
         return index_ragged(file, name)
@@ -177,7 +179,7 @@ def _index(file: h5py.File, name: str, role: str, *, sized: bool) -> ChunkIndex 
 def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], images: str) -> None:
     """Raise PackFormatError if a source file of a pack's virtual images now holds other images.
 
-    The first and the last row of each source are compared with the checksums in the pack.
+    The first and the last row of each source are compared with the checksums in the pack, if it has checksums.
     """
     index, path = indexes[images], schema.checksums_path(images)
     data = index.data if isinstance(index, EncodedIndex) else index
@@ -186,7 +188,7 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
     checksums, stops = file[path], np.append(data.starts[1:], data.rows)
     for number, source in enumerate(data.sources):
         own = np.flatnonzero(data.source_ids == number)
-        # Through `file`, HDF5 would keep all sources open.
+        # Open each source by itself. If its rows were read through `file`, HDF5 would keep all sources open.
         with open_file(source.file.path) as holder:
             stored = holder[source.index.name]
             for row, at in ((int(data.starts[own[0]]), own[0]), (int(stops[own[-1]]) - 1, own[-1])):
@@ -195,7 +197,8 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
                     row = int(np.searchsorted(index.offsets, row, "right")) - 1
                     start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
                 shift = int(data.shifts[at])
-                # Rows without allocated storage are fill values. Those that no mapping covers are not in `stored`.
+                # Rows of a source without allocated storage are fill values. They may be missing in `stored`, because
+                # rows that no mapping covers have such a source, too.
                 fill = source.index.fill * (stop - start) if source.index.is_empty else b""
                 if crc32(fill or np.ascontiguousarray(stored[start + shift : stop + shift])) != int(checksums[row]):
                     changed = source.file.path
@@ -205,7 +208,7 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
 
 
 def _single_labels(dataset: h5py.Dataset, index: ChunkIndex) -> ChunkIndex:
-    """Return `index`, but with the shape (N,) if each label is a single integer, without column names."""
+    """Return `index`. Change its shape to (N,) if each row is one integer and the dataset has no column names."""
     single = {*index.row_shape} == {1} and index.dtype.kind in "iu" and schema.COLUMNS not in dataset.attrs
     return replace(index, shape=index.shape[:1]) if single else index
 
@@ -219,7 +222,7 @@ def _require_length(file: h5py.File, name: str, length: int, images: str, rows: 
 
 
 def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
-    """Raise PackFormatError unless the rows of a dataset are numbers or encoded images."""
+    """Raise PackFormatError if the rows of a dataset are neither real numbers nor encoded images."""
     refuse = partial(dataset_error, file.filename, dataset.name.lstrip("/"))
     if dataset.ndim < 1:
         raise refuse("has no rows, but a single value or none; name another dataset")
@@ -235,7 +238,7 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
         raise refuse(f"holds variable-length {base} of shape {dataset.shape}; {allowed}; name another dataset")
     if images and string is not None:
         advice = "write encoded images as variable-length uint8 (h5py.vlen_dtype(np.uint8)), or name another dataset"
-        raise refuse(f"holds strings, which lose zero bytes; {advice}")
+        raise refuse(f"holds strings, which cannot store all zero bytes of encoded images; {advice}")
     if string is not None:
         advice = "pack the file with 'h5pack convert', which stores texts, or name another dataset"
         raise refuse(f"holds texts, not real numbers; {advice}")
@@ -259,7 +262,10 @@ def _splits(file: h5py.File, rows: int, images: str) -> dict[str, RowNumbers]:
 
 
 def _fuel_splits(file: h5py.File, images: str) -> tuple[list[str], list[RowNumbers]]:
-    """Return the names and the rows of the splits in the attribute that the package Fuel writes; [], [] without it."""
+    """Return the names and the rows of the splits that the package Fuel stores in the root attribute `split`.
+
+    Return two empty lists if the file has no such attribute.
+    """
     table = np.atleast_1d(file.attrs.get("split", 0))
     if not {"split", "source", "start", "stop", "indices"} <= {*(table.dtype.names or ())}:
         return [], []
@@ -274,7 +280,7 @@ def _fuel_splits(file: h5py.File, images: str) -> tuple[list[str], list[RowNumbe
 
 
 def _are_rows(part: RowNumbers, rows: int) -> bool:
-    """Return whether all of `part` are numbers of rows."""
+    """Return whether all numbers in `part` are row numbers, from 0 to `rows` - 1."""
     if isinstance(part, range):
         return 0 <= part.start <= part.stop <= rows
     return bool(((part >= 0) & (part < rows)).all())

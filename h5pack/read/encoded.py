@@ -1,12 +1,13 @@
 """Encoded images: each row holds the bytes of a JPEG, PNG or other image file.
 
 A dataset of encoded images is read as if it held pixels: RGB, upright, (H, W, 3), where H and W are the size of row 0.
-Rows of another size can be read one by one, but batched only with `decode`.
+Rows of another size can be read as single samples. They can be batched only if the parameter `decode` of `H5Dataset`
+gives all images one size.
 
-A pack stores encoded images in the group `/encoded`. Their bytes are read directly (`EncodedIndex`). Other files store
-them in a dataset, mostly of variable-length uint8 (see `is_encoded`). The HDF5 library fetches their bytes, in one
-thread at a time. In both cases, `h5pack.images.decode`, which `h5pack convert` also uses, decodes the images without
-the GIL, in any number of threads.
+A pack stores encoded images in the group `/encoded` (`EncodedIndex`). Their bytes are read directly, if possible. Other
+files store encoded images in a dataset, mostly of variable-length uint8 (see `is_encoded`). The HDF5 library reads
+their bytes, in one thread at a time. In both cases, `h5pack.images.decode`, which `h5pack convert` also uses, decodes
+the images without the GIL, in any number of threads.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class RowDecoder(Decoder):
     """Decodes images to upright RGB, without resizing them and without changing settings of Pillow."""
 
     def __init__(self) -> None:
-        # Load Pillow's plugins before any thread decodes: Image.open in one thread may fail to recognize a format
-        # while another thread is still loading the plugins.
+        # Load Pillow's plugins before any thread decodes. Otherwise, Image.open in one thread might not recognize a
+        # format while another thread is still loading the plugins.
         Image.init()
         super().__init__(PixelOptions(0, 0))
 
@@ -81,10 +82,13 @@ class RowDecoder(Decoder):
 
 
 def is_encoded(dataset: h5py.Dataset) -> bool:
-    """Return whether a dataset may hold encoded images.
+    """Return whether the rows of a dataset look like encoded images.
 
-    Its rows are variable-length uint8 or int8, or they have one length (uint8 on two axes, opaque values, strings),
-    and the first begins like a JPEG or PNG file.
+    This is so in two cases:
+
+    - The dataset has one axis, and its rows are variable-length uint8 or int8.
+    - All rows have the same length (uint8 on two axes, or opaque values or strings on one axis), and the first row
+      begins like a JPEG or PNG file.
     """
     dtype = dataset.dtype
     base = h5py.check_vlen_dtype(dtype)
@@ -117,8 +121,9 @@ def decode_rows(
     """Decode `encoded`, the bytes of each row, into `out`; `file_row` and `rows` are used in messages only.
 
     `out` is either uint8 (n, H, W, 3), or an object array (n,) whose elements become uint8 arrays (h, w, 3) of
-    individual sizes. Masks have the dtype of `index` and lack the last axis. Raises DamagedRowsError if a row cannot be
-    decoded, and SizesDifferError if its size is not H x W.
+    individual sizes. For masks, `out` or its elements have no last axis, and the dtype of `index`. Raises
+    DamagedRowsError if a row cannot be decoded. Raises SizesDifferError if `out` is not an object array, and the size
+    of a row is not H x W.
     """
     decoder, is_mask = row_decoder(), isinstance(index, EncodedIndex) and index.is_mask
     for position, (row, data) in enumerate(zip(rows.tolist(), encoded, strict=True)):
@@ -147,7 +152,7 @@ def decoding_row(file_row: FileRow, name: str, row: int) -> Iterator[None]:
 
 
 def _require_size(file_row: FileRow, name: str, row: int, size: tuple[int, ...], wanted: tuple[int, ...]) -> None:
-    """Raise SizesDifferError if a row's `size` differs from `wanted`, the size of row 0."""
+    """Raise SizesDifferError if the `size` of a row, (height, width), differs from `wanted`, the size of row 0."""
     if size != wanted:
         path, row = file_row(row)
         own, first = f"{size[0]}x{size[1]}", f"{wanted[0]}x{wanted[1]}"
@@ -174,7 +179,8 @@ def index_encoded(file: h5py.File, dataset: h5py.Dataset, name: str, *, sized: b
             problem = f"row 0 is not an image that can be decoded ({error}), so the size of the images is unknown"
             advice = "name another dataset, or repair that row"
             raise dataset_error(file.filename, name, f"{problem}; {advice}", (0,)) from error
-    # Choose chunk groups as in a contiguous dataset, because chunks of variable-length rows hold only references.
+    # Choose chunk groups as in a contiguous dataset, because chunks of variable-length rows hold only references to
+    # the rows' bytes.
     return ChunkIndex(
         name=name,
         dtype=np.dtype(np.uint8),
@@ -202,7 +208,7 @@ class EncodedIndex(ChunkIndex):
 
     @cached_property
     def has_one_size(self) -> bool:
-        """Whether all images have the same height and width, those of `shape`."""
+        """Whether all images have the height and the width of image 0."""
         return bool((self.image_sizes == self.image_sizes[:1]).all())
 
     @property
@@ -216,7 +222,10 @@ class EncodedIndex(ChunkIndex):
 
     @cached_property
     def base(self) -> int | None:
-        """Byte offset of `data` in its own file; None if its bytes are not contiguous and uncompressed there."""
+        """Byte offset in the file at which the bytes of `data` begin.
+
+        None if `data` is virtual, is compressed, or does not have all bytes in one contiguous range of the file.
+        """
         if isinstance(self.data, VirtualIndex) or self.library_reason is not None:
             return None
         starts = self.data.addresses
@@ -225,7 +234,7 @@ class EncodedIndex(ChunkIndex):
     def reads(self, rows: npt.NDArray[np.int64]) -> Iterator[tuple[slice, int, int]]:
         """Divide ascending rows, int64 (n,), into reads; for each read, yield (slice of `rows`, start, stop).
 
-        A read covers the bytes `start` to `stop` - 1 of the data, which may contain small gaps between rows.
+        A read covers the bytes `start` to `stop` - 1 of the data. These may include small gaps between the rows.
         """
         starts, ends = self.offsets[rows], self.offsets[rows + 1]
         for low, high in merge_ranges(starts, ends):
@@ -235,7 +244,7 @@ class EncodedIndex(ChunkIndex):
         """Yield the extents that store the bytes `start` to `stop` - 1 of the data.
 
         An extent is (source, byte offset, number of bytes). The source is an index in `VirtualIndex.sources`, or None
-        for the dataset's own file. The offset is in the source's file.
+        if the data is not virtual. The offset is that in the source's file, or in the dataset's own file.
         """
         if start == stop:
             return

@@ -7,7 +7,7 @@ Rows that are not encoded images take one of these paths:
   anywhere in memory (`Storage`).
 - Smaller unfiltered rows are read straight if they are consecutive, else into a staging buffer and copied from it.
   Copying a small row takes less time than passing its address to the system call.
-- Rows in filtered chunks are copied from the decoded chunks (`ChunkDecoder`).
+- Rows in chunks that are filtered, or hold only parts of rows, are copied from the decoded chunks (`ChunkDecoder`).
 - Rows that h5pack cannot read itself are read through h5py with a suitable chunk cache (`H5Reader`).
 """
 
@@ -53,7 +53,8 @@ class ReadStats:
     chunk_hits: int = 0  # rows read from the main dataset, except the first row of each visit to a chunk
     chunk_misses: int = 0  # visits to chunks of the main dataset
     bytes_wanted: int = 0  # total size of returned rows of all datasets; encoded images count with row 0's decoded size
-    bytes_read: int = 0  # bytes read from files or copied from mappings; may be below `bytes_wanted` if compressed
+    # Bytes read from files or copied from mappings. Can be less than `bytes_wanted`, e.g. if chunks are compressed.
+    bytes_read: int = 0
     # Number of system calls and HDF5 library calls. Rows copied from memory add 0, rows read by `read_encoded` 1 each.
     reads: int = 0
 
@@ -68,10 +69,11 @@ SCATTER_BYTES = 512
 copying from a staging buffer for rows of 256 bytes, as fast at 784 bytes, and faster for larger rows."""
 
 _MIN_CACHED_ROWS, _MAX_CACHED_ROW_BYTES = 16, 64 * 1024
-"""`Engine.read_batch` copies rows from memory if there are at least this many, of at most this size in bytes each. With
-256 rows, copying took 0.4 of the time of `Engine.read` for rows of 3 and 12 KB, 0.6 for 48 KB, and 1.0 for 116 KB."""
+"""`Engine.read_batch` copies rows from memory only if there are at least `_MIN_CACHED_ROWS`, and each has at most
+`_MAX_CACHED_ROW_BYTES` bytes. For 256 rows, copying took 0.4 of the time of `Engine.read` if rows had 3 or 12 KB, 0.6
+if they had 48 KB, and 1.0 if they had 116 KB."""
 _MAX_CHECKED_BYTES = 4 << 30
-"""Maximum total size in bytes of mapped files from which `Engine.read_batch` copies rows. Random rows touch all parts
+"""Maximum total size in bytes of mapped files from which `Engine.read_batch` copies rows. Random rows are in all parts
 of the files, and checking once a second that all parts are in the page cache takes 4 ms per GB."""
 
 _FETCHED_ROWS = 32
@@ -83,9 +85,10 @@ _log = logging.getLogger("h5pack")
 class Engine:
     """Reads rows of several datasets of one file, from any number of threads.
 
-    The first of `indexes` belongs to the main dataset, whose rows and chunk reads are counted. If `warn` is true, a
-    warning is logged for each dataset, except checksums, that is read through the HDF5 library. If several files are
-    read as one, `files` has the path and the first row of each (see `FileDescription`), for error messages.
+    The first of `indexes` belongs to the main dataset, whose rows and chunk reads are counted. If `warn` is true, the
+    constructor logs a warning for each dataset that is read through the HDF5 library, except datasets of checksums. If
+    several files are read as one, `files` has the path and the first row of each file (see `FileDescription`), for
+    error messages.
     """
 
     def __init__(
@@ -108,8 +111,8 @@ class Engine:
         self._decoded: dict[str, DecodedDataset] = {}
         self.stats = ReadStats()
         self._main = next(iter(indexes), "")
-        # A lock that another thread holds during a fork stays locked in the child, so each process makes its own.
-        # Reentrant, because a signal handler may ask for the statistics while they are changed.
+        # A lock that another thread holds during a fork stays locked in the child, so each process creates a lock. The
+        # lock is reentrant, because a signal handler may ask for the statistics while the same thread changes them.
         self._lock = (os.getpid(), threading.RLock())
         for index in indexes.values():
             if warn and index.library_text is not None and not index.name.startswith(f"{schema.CHECKSUMS}/"):
@@ -123,7 +126,7 @@ class Engine:
         self.__dict__.update(state, _lock=(os.getpid(), threading.RLock()))
 
     def file_row(self, row: int) -> tuple[str, int]:
-        """Return the path of the file that has a row, and the row's number in that file."""
+        """Return the path of the file that contains row number `row`, and the row's number in that file."""
         path, first = self._files[bisect.bisect_right(self._files, row, key=itemgetter(1)) - 1]
         return path, row - first
 
@@ -154,9 +157,10 @@ class Engine:
         return None if mapping is None else MappedDataset(index, mapping, None)
 
     def decoded(self, name: str) -> DecodedDataset | None:
-        """Return the array for decoded rows; None if h5pack does not decode them, or the cache cannot hold all chunks.
+        """Return the array of a dataset's decoded rows; copy only rows for which `DecodedDataset.ready` returned True.
 
-        Copy rows only after `DecodedDataset.ready` has returned True for them.
+        Return None if h5pack itself does not decode the dataset's chunks, or if the dataset is virtual, or if the cache
+        cannot hold the decoded chunks of all datasets of this engine.
         """
         index, decoded = self.indexes[name], self._decoded
         if index.codec is None or index.library_reason is not None or not self.decoded_bytes():
@@ -164,7 +168,7 @@ class Engine:
         return decoded.get(name) or decoded.setdefault(name, DecodedDataset(index, self.chunks))
 
     def count_copied(self, name: str, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> None:
-        """Count rows that were copied from memory: ``first[i]`` to ``last[i]`` for each i."""
+        """Add rows that were copied from memory to the statistics: the rows ``first[i]`` to ``last[i]`` for each i."""
         index = self.indexes[name]
         begins, ends = index.chunks_of(first), index.chunks_of(last)
         chunks = int((ends - begins + 1).sum()) - int(np.count_nonzero(begins[1:] == ends[:-1]))
@@ -213,9 +217,10 @@ class Engine:
         return out  # type: ignore[no-any-return]
 
     def read_batch(self, name: str, rows: npt.NDArray[np.int64], out: Any = None) -> npt.NDArray[Any]:
-        """Return rows like `read`, but copy them from memory if all are there, and there are several small ones.
+        """Return rows like `read`, but if possible, copy them from memory: from decoded chunks or from a mapping.
 
-        They are copied from a mapping, or from the decoded chunks if all chunks of the file fit in the cache.
+        This requires that all rows are in memory, that there are at least `_MIN_CACHED_ROWS` rows of at most
+        `_MAX_CACHED_ROW_BYTES` bytes, and, for decoded chunks, that the cache can hold all chunks of the file.
         """
         found = self._copy_cached(name, rows, out)
         return self.read(name, rows, out) if found is None else found
@@ -245,20 +250,23 @@ class Engine:
         return copied
 
     def read_one(self, name: str, row: int) -> npt.NDArray[Any]:
-        """Return one row, like `read`. A row that can be read directly takes little more time than the system call."""
+        """Return one row like `read`. A row that can be read directly takes little more time than the system call."""
         index = self.indexes[name]
         out = np.empty(index.row_shape, index.native_dtype)
         return out if self._read_consecutive(index, row, 1, out) else self.read(name, [row])[0]
 
     def read_range(self, name: str, start: int, stop: int) -> npt.NDArray[Any]:
-        """Return rows `start` to `stop` - 1 (at least one), like `read`. Unfiltered rows of one chunk take one read."""
+        """Return rows `start` to `stop` - 1 (at least one) like `read`.
+
+        If the rows are unfiltered and in one chunk, one direct read fetches them all.
+        """
         index = self.indexes[name]
         out = np.empty((stop - start, *index.row_shape), index.native_dtype)
         is_read = self._read_consecutive(index, start, stop - start, out)
         return out if is_read else self.read(name, np.arange(start, stop), out)
 
     def _read_consecutive(self, index: ChunkIndex, start: int, count: int, out: npt.NDArray[Any]) -> bool:
-        """Read `count` rows from `start` on into `out`; return False if they are not in one unfiltered chunk."""
+        """Read `count` rows from row `start` on into `out`; return False if one direct read cannot fetch them all."""
         offset, stop = index.offset_of(start), start + count
         if offset is None or start % index.chunk_rows + count > index.chunk_rows:
             return False
@@ -270,26 +278,35 @@ class Engine:
 
     @staticmethod
     def can_scatter(index: ChunkIndex) -> bool:
-        """Return whether a dataset can be read by `plan_scatter` and `execute`: its rows are unfiltered and large."""
+        """Return whether rows should be read by `plan_scatter` and `execute`: rows are `raw`, and large enough."""
         return index.raw and index.row_bytes >= SCATTER_BYTES
 
     @staticmethod
     def can_decode(index: ChunkIndex) -> bool:
-        """Return whether a dataset's rows should be copied from decoded chunks (`rows_in_chunk`)."""
+        """Return whether a dataset's rows should be copied from decoded chunks (`rows_in_chunk`).
+
+        This is so if h5pack itself decodes at least some of the chunks, and the rows are large enough.
+        """
         direct = index.library_reason is None and not index.raw and not index.is_encoded
         return direct and index.row_bytes >= SCATTER_BYTES
 
     def keeps_byte_order(self, index: ChunkIndex) -> bool:
-        """Return whether loaders read rows by `execute` or `rows_in_chunk`, which keep the stored byte order."""
+        """Return whether loaders read a dataset's rows by `execute` or `rows_in_chunk`.
+
+        Unlike `read`, these two methods do not convert rows to native byte order.
+        """
         return self.can_scatter(index) or self.can_decode(index)
 
     def decoding_bytes(self, num_threads: int, *, keep: bool) -> int:
-        """Return the memory in bytes that `rows_in_chunk` needs in `num_threads` threads, plus the cache if `keep`."""
+        """Return the maximum memory in bytes for `rows_in_chunk` in `num_threads` threads, with the cache if `keep`."""
         largest = max((index.decoding_bytes for index in self.indexes.values()), default=0)
         return num_threads * largest + (self.chunks.cache.capacity if keep and largest else 0)
 
     def decoded_bytes(self) -> int:
-        """Return the size in bytes of all chunks after decoding; 0 if none needs decoding, or they exceed the cache."""
+        """Return the total size in bytes of the decoded chunks of all datasets.
+
+        Return 0 if no chunk must be decoded, or if the total size exceeds the capacity of the cache.
+        """
         return self._decoded_bytes if self._decoded_bytes <= self.chunks.cache.capacity else 0
 
     @cached_property
@@ -314,7 +331,7 @@ class Engine:
         return found.values.view(index.dtype).reshape(-1, *index.row_shape), found.positions
 
     def execute(self, plan: ScatterPlan, first: int = 0, last: int | None = None) -> None:
-        """Read extents `first` to `last` - 1 of a plan into its `buffers`, whose memory must stay valid meanwhile."""
+        """Read extents `first` to `last` - 1 of `plan` into `plan.buffers`, whose memory must stay valid meanwhile."""
         last = len(plan.offsets) if last is None else last
         absent = calls = 0
         for extents in plan.by_file(first, last):
@@ -334,7 +351,7 @@ class Engine:
         self._count(plan.index, rows, visits, (rows - absent) * plan.index.row_bytes, calls)
 
     def _stage(self, index: ChunkIndex, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Read ascending rows into consecutive rows of `out` without scattering."""
+        """Read ascending rows into consecutive rows of `out` without `plan_scatter` and `execute`."""
         if index.library_reason is not None or index.is_encoded:
             self.files.check_unchanged_throttled(index)
             size = len(rows) * index.row_bytes
@@ -355,7 +372,8 @@ class Engine:
         else:
             fits = self.decoded_bytes() > 0
             for first, last in itertools.pairwise(equal_runs(index.chunks_of(rows)).tolist()):
-                # Do not cache a chunk that was consumed completely, unless all chunks fit into the cache.
+                # Do not cache a chunk of which all rows are read now: it will hardly be needed again soon. But if all
+                # chunks fit into the cache, cache every chunk.
                 keep = fits or last - first < index.rows_in_chunk_of(int(rows[first]))
                 values, positions = self.rows_in_chunk(index.name, rows[first:last], keep=keep)
                 values = values.reshape(len(values), -1).view(np.uint8)
@@ -400,8 +418,8 @@ class Engine:
     def snapshot(self) -> ReadStats:
         """Return a copy of this process's statistics."""
         self._own_lock()
-        # Do not copy under the lock. Creating objects may run the garbage collector, which may join threads that wait
-        # for the lock.
+        # Do not hold the lock while copying. Creating objects can start the garbage collector, which can join threads
+        # that wait for the lock. That would be a deadlock.
         return ReadStats(**vars(self.stats))
 
     def _own_lock(self) -> Any:
@@ -423,9 +441,10 @@ class Engine:
             stats.reads += calls
 
     def check(self, name: str, rows: npt.NDArray[np.int64], values: npt.NDArray[Any] | list[bytes]) -> None:
-        """Compare `values`, read from `rows`, with the file's checksums, if any; raise DamagedRowsError if they differ.
+        """Raise DamagedRowsError if `values`, which were read from `rows`, differ from the checksums in the file.
 
-        Checksums of encoded rows are those of their bytes. If `values` are decoded images, the bytes are read again.
+        If the dataset has no checksums, nothing is compared. The checksums of encoded rows are those of their bytes, so
+        `values` may be a list of these bytes. If `values` are decoded images, the bytes are read again.
         """
         if schema.checksums_path(name) not in self.indexes:
             return
@@ -438,7 +457,10 @@ class Engine:
         self.require_checksums(name, rows, found)
 
     def require_checksums(self, name: str, rows: npt.NDArray[np.int64], found: npt.NDArray[np.uint32]) -> None:
-        """Raise DamagedRowsError, for one file only, if `found`, uint32 (n,), are not the checksums of `rows`."""
+        """Raise DamagedRowsError if `found`, uint32 (n,), are not the stored checksums of `rows`.
+
+        If rows of several files are damaged, the error names those of one file only.
+        """
         wrong = np.flatnonzero(found != self.read(schema.checksums_path(name), rows))
         if len(wrong):
             found_in = sorted({self.file_row(int(rows[position])) for position in wrong})
@@ -450,7 +472,7 @@ class Engine:
             raise DamagedRowsError.at(path, problem, dataset=name, rows=damaged)
 
     def prefetch(self, plan: ScatterPlan) -> None:
-        """Start reading a plan's bytes into the page cache, without waiting, unless they are cached already."""
+        """Start reading a plan's bytes into the page cache, without waiting. Skip them if a test finds them there."""
         size = plan.index.row_bytes
         for extents in plan.by_file():
             if not extents.absent:
