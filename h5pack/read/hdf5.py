@@ -34,7 +34,11 @@ VERIFY_ADVICE = "run 'h5pack verify' on it, then restore the file or convert aga
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
-    """Open an HDF5 file for reading; raise PackFormatError if it is missing, not HDF5, damaged, or being written."""
+    """Open an HDF5 file for reading.
+
+    Raises PackFormatError if the file cannot be opened, for example because it is missing, not HDF5 or damaged, or
+    because another process is writing it.
+    """
     require_local(path)
     name = os.fspath(path)
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
@@ -80,7 +84,10 @@ def _open_failure(name: str, error: Exception) -> str:
 def reporting_damage(
     path: str | os.PathLike[str], kind: type[PackFormatError | SourceError] = PackFormatError
 ) -> Iterator[None]:
-    """Turn any exception that h5py raises for damaged metadata of a file into an error of type `kind`."""
+    """Turn any exception in the `with` block, except h5pack's own errors, into an error of type `kind` about `path`.
+
+    For damaged metadata of a file, h5py can raise any type of exception.
+    """
     try:
         yield
     except H5PackError:
@@ -151,8 +158,8 @@ def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArr
 def require_open_sources(dataset: h5py.Dataset) -> None:
     """Raise ReadError if rows that were read from a virtual dataset may be wrong because too many files are open.
 
-    In place of a source that it cannot open, HDF5 reads fill values. It keeps all other sources open, so if another
-    file can be opened now, none was missing.
+    If HDF5 cannot open a source file, it returns fill values for the rows. HDF5 keeps all source files open that it
+    could open. So if another file can be opened now, the limit on open files did not prevent HDF5 from opening any.
     """
     try:
         if dataset.is_virtual:
@@ -197,7 +204,10 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
 
 
 def read_offsets(file: h5py.File, name: str, data: h5py.Dataset, unit: str) -> npt.NDArray[np.int64]:
-    """Read `name`, the offsets of rows in `data`, int64 (N + 1,); raise PackFormatError if they do not fit `data`."""
+    """Read `name`, the offsets of rows in `data`, int64 (N + 1,); raise PackFormatError if they do not fit `data`.
+
+    `unit` is what messages call the rows of `data`, such as "bytes".
+    """
     table = require_dataset(file, name)
     if table.ndim != 1 or not len(table) or table.dtype.kind not in "iu":
         problem = f"is {table.dtype} {table.shape}, but offsets are int64 (rows + 1,); {VERIFY_ADVICE}"
@@ -234,15 +244,15 @@ def find_item(file: h5py.File, name: str) -> Any:
         if "too many links" not in str(error) and isinstance(file.get(name, getlink=True), h5py.HardLink):
             raise dataset_error(file.filename, name, metadata_problem(error, "has damaged metadata")) from error
         return None
-    except UnicodeEncodeError:  # There is no name with an unpaired surrogate.
+    except UnicodeEncodeError:  # Names are UTF-8, so no object has a name with an unpaired surrogate.
         return None
 
 
 def dataset_names(file: h5py.File, links: Sequence[ExternalLink] | None = None) -> list[str]:
     """Return the paths of all datasets in a file, without a leading slash; those behind external links come last.
 
-    `links` are the file's external links, if known. The elements of MATLAB's cell arrays are left out: there may be
-    thousands of names such as "#refs#/a".
+    `links` are the file's external links, by default those that `external_links` finds. The elements of MATLAB's cell
+    arrays are left out, because a file can have thousands of them, with names such as "#refs#/a".
     """
     names = _datasets_below(file)
     for link in external_links(file) if links is None else links:
@@ -289,8 +299,8 @@ def external_links(file: h5py.File) -> tuple[ExternalLink, ...]:
 def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.Dataset:
     """Reopen a dataset with another chunk cache, by default one that suits reading rows in any order.
 
-    `dataset` is closed, or returned if it has no chunks. An access property list is used, because h5py ignores
-    ``rdcc_nbytes=0`` for datasets.
+    A dataset without chunks is returned unchanged. Otherwise, `dataset` is closed. The cache is set by an access
+    property list, because h5py ignores ``rdcc_nbytes=0`` for datasets.
     """
     if dataset.chunks is None:
         return dataset
@@ -337,7 +347,8 @@ def load_filter(number: int) -> bool:
 def require_filters(dataset: h5py.Dataset) -> None:
     """Make a dataset's filters available to HDF5 in this process; raise PackFormatError if a decoder is missing."""
     if dataset.is_virtual:
-        optional_module("hdf5plugin")  # Sources may need its filters. Opening them to find out would take longer.
+        # The sources may need filters of hdf5plugin. Opening the sources to find out would take longer.
+        optional_module("hdf5plugin")
     for item in filters_of(dataset):
         if not load_filter(item.number):
             problem = f"has filter {item.number} ({item.name or 'unnamed'}), whose decoder is missing"
@@ -400,7 +411,7 @@ def text(value: Any) -> str:
 
 
 def stored_names(dataset: h5py.Dataset) -> Iterator[str]:
-    """Yield the strings of a dataset, read in blocks: all as bytes objects would take three times the memory."""
+    """Yield the strings of a dataset. They are read in blocks, because bytes objects take three times their memory."""
     require_filters(dataset)
     count = max(1, min(BLOCK_NAMES, _BLOCK_BYTES // dataset.dtype.itemsize))
     for low in range(0, len(dataset), count):

@@ -33,7 +33,10 @@ class H5Reader:
         return {"path": self.path, "identity": self.identity, "_handles": None}
 
     def read(self, name: str, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> int:
-        """Read numeric rows by `read_rows`. `out` must be C-contiguous and in native byte order."""
+        """Read numeric rows into `out`, and return the number of HDF5 library calls (see `read_rows`).
+
+        `out` must be C-contiguous and in native byte order.
+        """
         with self._opened() as handles:
             return read_rows(handles.dataset(name), rows, out)
 
@@ -57,16 +60,17 @@ class H5Reader:
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[_Handles]:
-        """Return the file, opened in this process; raise PackChangedError if it has changed at the end of the block.
+        """Return the file, opened in this process. At the end of the `with` block, check that it has not changed.
 
-        HDF5 would not notice, and read zeros past the end of a file that was cut short.
+        Raises PackChangedError if it has. HDF5 itself would not notice the change: for example, it would return zeros
+        for bytes past the end of a file that was cut short.
         """
         try:
             handles = self._handles
             if handles is None or handles.process != os.getpid():
                 # A forked child must open the file itself, because its copy of HDF5's state is not safe to use.
                 handles = _Handles(self.path)
-                self.identity.require(self.path)  # Do not keep another file open if it replaced the file just now.
+                self.identity.require(self.path)  # If another file has just replaced this file, do not keep it open.
                 self._handles = handles
             yield handles
         finally:

@@ -141,7 +141,7 @@ class FileMapping:
     def load(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
         """Like `ready`, but first read the extents from the disk into the page cache, in blocks of `_BLOCK` bytes.
 
-        Return False if loading fails, or if preadv suits better, for one of these reasons:
+        Return False if loading fails. Also return False in these cases, in which reading by preadv is better:
 
         - The rows of all files do not fit into half of the available memory.
         - The extents fill less than half of their blocks, and the files have more than `_SMALL_BYTES` bytes of rows.
@@ -205,7 +205,7 @@ class FileMapping:
             storage.identity.require(storage.path, descriptor)
 
     def _opened_files(self) -> list[tuple[Storage, int, int]]:
-        """Return (storage, descriptor, size) of each file; once a second, check that its path still leads to it."""
+        """Return (storage, descriptor, size) of each file. Check once a second that its path leads to that file."""
         checked, files = self._opened
         if time.monotonic() - checked > CHECK_SECONDS:
             files = [(storage, storage.open(), storage.identity.size) for storage in self._storages]
@@ -213,10 +213,11 @@ class FileMapping:
         return files
 
     def _load(self, number: int, start: int, stop: int, *, loaded: bool, max_absent: float) -> bool:
-        """Load ``bytes[start:stop]``, of file `number`, into the page table; return False on an error.
+        """Load ``bytes[start:stop]``, which belong to file `number`, into the page table; return False on an error.
 
-        Also return False if a larger share than `max_absent` of the pages is not in the page cache. Bytes that were
-        `loaded` before and are all still in the page cache are not loaded again: checking them is seven times as fast.
+        Also return False if a larger share than `max_absent` of the pages is not in the page cache. If `loaded` is
+        true, the bytes were loaded before. If they are also still in the page cache, they are not loaded again, because
+        checking them is seven times as fast.
         """
         share = self._cached_share(number, start, stop)
         if share < 1 - max_absent:
@@ -227,7 +228,10 @@ class FileMapping:
         return not _madvise(self._address + start, stop - start, MADV_POPULATE_READ)
 
     def _cached_share(self, number: int, start: int, stop: int) -> float:
-        """Return the share, 0 to 1, of the pages of ``bytes[start:stop]`` that are in the page cache."""
+        """Return the share, 0 to 1, of the pages of ``bytes[start:stop]`` that are in the page cache.
+
+        If mincore cannot see the page cache of the file, estimate the share from one byte per 256 KiB.
+        """
         if not self._sees_cache:
             storage, base = self._storages[number], int(self.bases[number])
             probes = range(start - base, stop - base, _BLOCK // 8)
@@ -241,8 +245,8 @@ class FileMapping:
 def _kernel_reads_blocks() -> bool:
     """Return whether the kernel reads 2 MiB at once when it loads a missing page of a mapping with MADV_HUGEPAGE.
 
-    Before version 5.18, Linux waits for as little as one page at a time. With the larger pages of some ARM machines, it
-    reads far more: 512 MiB with pages of 64 KiB.
+    Before version 5.18, Linux reads as little as one page at a time, and waits for it. On ARM machines with larger
+    pages, Linux reads far more than 2 MiB: 512 MiB with pages of 64 KiB.
     """
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     return mmap.PAGESIZE == 4096 and release is not None and (int(release[1]), int(release[2])) >= (5, 18)
@@ -310,7 +314,7 @@ class MappedDataset:
         return self.mapping.ready(*self._extents(first, last))
 
     def load(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Like `ready`, but first load the rows from the disk; False if that is unsuitable (`FileMapping.load`)."""
+        """Like `ready`, but first load the rows from the disk. Return False in the cases of `FileMapping.load`."""
         return self.mapping.load(*self._extents(first, last))
 
     def _extents(
@@ -320,7 +324,7 @@ class MappedDataset:
         index = self.index
         if self.array is not None and self._files is None:
             return self.offsets(first), self.offsets(last) + index.row_bytes
-        # A run may continue in a chunk that is stored elsewhere, so take whole chunks.
+        # Rows first[i] to last[i] may be in several chunks that are not adjacent in memory, so return whole chunks.
         chunks = all_between(index.chunks_of(first), index.chunks_of(last))
         return self.starts[chunks], self.starts[chunks] + self._counts[chunks] * index.row_bytes
 

@@ -49,7 +49,10 @@ class RaggedIndex:
 
 
 def is_ragged(file: h5py.File, name: str) -> bool:
-    """Return whether `name` is the group of a ragged field. Groups of masks and `/encoded` have the same datasets."""
+    """Return whether `name` is the group of a ragged field.
+
+    Return False for the groups of masks and for a pack's `/encoded`, although they have datasets of the same names.
+    """
     group = find_item(file, name)
     if name.strip("/") == schema.ENCODED and schema.FORMAT in file.attrs:
         return False
@@ -90,7 +93,7 @@ _WANTED: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
     schema.TEXT: ("u1", ((),)),
     schema.TEXTS: ("u1", ((),)),
 }
-"""For each kind of field, the dtype of the data and the possible shapes of an entry."""
+"""For kinds of fields with a fixed dtype: the dtype of the data, and the possible shapes of an entry."""
 
 
 def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64], *, check: bool = False) -> RaggedRows:
@@ -145,9 +148,9 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def find_field(file: h5py.File, name: str) -> str:
-    """Return the path of a pack's field `name`, or `name` itself if it is a path, not the name of a field.
+    """Return the path of a pack's field `name`. If there is no such field, `name` is a path, and is itself returned.
 
-    Raises PackFormatError if a pack has neither such a field nor such a path.
+    Raises PackFormatError if the file is a pack, and has neither such a field nor an object at this path.
     """
     name = name.strip("/")
     own = schema.field_path(name)

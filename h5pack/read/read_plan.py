@@ -23,16 +23,16 @@ from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import limited_runs, run_edges
 
 MAX_GAP_BYTES = 4_096
-"""Maximum gap in bytes between two extents that one read covers: one page. The disk reads whole pages anyway, and
-reading the gap is cheaper than another system call."""
+"""Maximum gap in bytes between two extents that one read covers together: one page. The system reads whole pages from
+the disk anyway, and reading the gap is cheaper than another system call."""
 
 MAX_EXTENT_BYTES = 4 * 1024 * 1024
-"""Size in bytes of aligned blocks of a file. One read covers only extents that begin in the same block, so that its
-buffer, which also holds the gaps, stays small."""
+"""Size in bytes of aligned blocks of a file. One read covers only extents that begin in the same block. This keeps the
+buffer of the read small, which also holds the gaps between the extents."""
 
 
 MAX_MERGED_BYTES = 8 * 1024 * 1024
-"""Maximum size in bytes of a read of rows that differ in length, unless a single row is larger."""
+"""Maximum size in bytes of a read of rows that differ in length. A row that is larger is read by itself."""
 
 
 def merge_ranges(
@@ -58,8 +58,8 @@ class RowExtents:
 
     edges: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]  # byte offset of each extent; negative if its rows have no allocated storage
-    # For each extent, the number of its rows that are in another chunk than the row requested before them. The very
-    # first requested row counts, too.
+    # For each extent, how many of its rows begin a visit to a chunk: the row requested just before is in another chunk,
+    # or there is no row before.
     chunk_visits: npt.NDArray[np.int64]
     source_ids: npt.NDArray[np.int64] | None = None  # for each extent, the index of its source; None if not virtual
 
@@ -131,10 +131,14 @@ class ReadPlan:
 
 
 def plan_reads(index: ChunkIndex, rows: npt.NDArray[np.int64]) -> ReadPlan:
-    """Plan direct reads of rows, int64 (n,) with n > 0, into one array; see `MAX_GAP_BYTES` and `MAX_EXTENT_BYTES`."""
+    """Plan direct reads of rows, int64 (n,) with n > 0, into one array.
+
+    One read covers several extents if the gaps between them are small (`MAX_GAP_BYTES`) and they begin in the same
+    block of the file (`MAX_EXTENT_BYTES`).
+    """
     extents = plan_extents(index, rows)
     starts, ends = extents.offsets, extents.offsets + np.diff(extents.edges) * index.row_bytes
-    # Extents without allocated storage are not merged with others, because their rows are filled, not read.
+    # Do not merge an extent without allocated storage with other extents, because its rows are not read.
     apart = (starts[1:] - ends[:-1] > MAX_GAP_BYTES) | (starts[1:] < ends[:-1]) | (starts[:-1] < 0)
     apart |= np.diff(starts // MAX_EXTENT_BYTES) != 0
     if extents.source_ids is not None:
@@ -179,7 +183,7 @@ class ScatterPlan:
     offsets: list[int]
     chunk_visits: list[int]
     source_ids: list[int] | None
-    borders: list[int]  # indices of extents at which the source changes, or rows without storage begin or end
+    borders: list[int]  # indices of extents whose source, or whether it has storage, differs from the previous extent
 
     def by_file(self, first: int = 0, last: int | None = None) -> Iterator[FileExtents]:
         """Divide the extents `first` to `last` - 1 at `borders` into groups, each in one file; yield the groups."""

@@ -96,7 +96,7 @@ def _require_alike(first: FileDescription, other: FileDescription) -> None:
 
 
 def _metadata(pack: FileDescription) -> dict[str, Any]:
-    """Return the metadata that must be equal in files that are read as one, by its name in messages."""
+    """Return the metadata that must be equal in files that are read as one. The keys are names for messages."""
     return {
         "the datasets": [
             (name, str(index.dtype), () if isinstance(index, EncodedIndex) else index.row_shape)
@@ -158,7 +158,10 @@ def _joined_offsets(
 
 
 def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] | None, npt.NDArray[np.float64] | None]:
-    """Return mean and standard deviation of all files, weighted by `statistics_rows`; both None if a file has none."""
+    """Return the mean and the standard deviation of all files, weighted by `statistics_rows`.
+
+    Return (None, None) if a file lacks one of the two.
+    """
     known = [(one.statistics_rows, one.mean, one.std) for one in packs if one.mean is not None and one.std is not None]
     if len(known) < len(packs):
         return None, None
@@ -171,7 +174,7 @@ def _pooled(packs: Sequence[FileDescription]) -> tuple[npt.NDArray[np.float64] |
 
 
 def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
-    """Return the stored file name of each row's original; None if one of the files has no file names.
+    """Return the stored file name of each row's source image; None if one of the files has no file names.
 
     Raises PackChangedError if a file was replaced or rewritten since it was described.
     """

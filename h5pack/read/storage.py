@@ -29,7 +29,7 @@ MAX_BUFFERS = os.sysconf("SC_IOV_MAX")
 _MAX_CALL_BYTES = 1 << 30
 _RETRY_SECONDS = (0.0, 0.05, 0.5)
 CHECK_SECONDS = 1.0
-"""Seconds after which most callers check again whether a file was replaced, or rows are in the page cache."""
+"""Seconds after which most callers check again that a file was not replaced, or that rows are in the page cache."""
 _MAX_PROBES = 4
 
 
@@ -56,9 +56,10 @@ class FileIdentity:
         return cls(0 if _is_fuse[status.st_dev] else status.st_ino, status.st_size, status.st_mtime_ns)
 
     def require(self, path: str, file: str | int | None = None) -> None:
-        """Raise PackChangedError unless the file at `path`, or its open descriptor `file`, has this identity.
+        """Raise PackChangedError if the file at `path` does not have this identity.
 
-        Raises ReadError if the system cannot tell, for example because the disk fails.
+        `file`, if given, is an open descriptor of the file, which is checked instead of the path. Raises ReadError if
+        the system cannot return the identity, for example because the disk fails.
         """
         try:
             # Compare without creating a FileIdentity, because loaders check files several times per batch.
@@ -202,7 +203,10 @@ class Storage:
         return 1 + self.scatter(buffer, (0, 1), (offset,), describe)
 
     def _fill(self, descriptor: int, buffer: npt.NDArray[np.uint64], offset: int, describe: Callable[[], str]) -> None:
-        """Fill one buffer after a short or failed read; raise ReadError if several attempts fail."""
+        """Fill one buffer after a short or failed read. Raises ReadError if several attempts fail.
+
+        ``describe()`` returns the name of the bytes for the message.
+        """
         address, size, done = int(buffer[0]), int(buffer[1]), 0
         pauses = iter(_RETRY_SECONDS)
         while done < size:
@@ -234,9 +238,10 @@ class Storage:
             return unknown
 
     def prefetch(self, offsets: Sequence[int], sizes: Iterable[int]) -> None:
-        """Start reading extents of the file into the page cache, without waiting, unless they are cached already.
+        """Start reading extents of the file into the page cache, without waiting.
 
-        Only the first bytes of a few extents are tested. Negative offsets (rows without allocated storage) are skipped.
+        First, the first byte of a few extents is tested. If all these bytes are in the page cache, nothing is read.
+        Extents with a negative offset (rows without allocated storage) are skipped.
         """
         step = max(1, len(offsets) // _MAX_PROBES)
         if all(self.is_cached(offset) for offset in offsets[::step] if offset >= 0):

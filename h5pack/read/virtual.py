@@ -93,7 +93,8 @@ def files_of(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int 
     """Return a dataset's file and all other files that hold its values.
 
     Raises PackFormatError if a source of a virtual dataset is missing or too small, or if external storage is cut
-    short. Sources with ``%b`` in their name are left out, because such a name stands for any number of files.
+    short. Sources with ``%b`` in their name are left out, because such a name stands for any number of files. Only
+    recursive calls give `visited` and `depth`.
     """
     visited = visited or _Visited()
     key = dataset.file.filename, dataset.name
@@ -139,9 +140,10 @@ def index_rows(
 
 
 def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
-    """Return the existing files of external storage, in the current folder and in that of the HDF5 file.
+    """Return the existing files of external storage. Look in the current folder and in the folder of the HDF5 file.
 
-    Raises PackFormatError if one is cut short, because HDF5 would read zeros, or is not a regular file.
+    Raises PackFormatError if such a file is cut short, because HDF5 would read zeros. Also raises it if a path is that
+    of a pipe or a device, because HDF5 might wait forever.
     """
     folder = os.path.dirname(absolute_path(dataset.file.filename))
     refuse = partial(dataset_error, dataset.file.filename, dataset.name.lstrip("/"))
@@ -164,7 +166,7 @@ def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
 
 
 def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, depth: int) -> ChunkIndex:
-    """Complete `index`, which is that of a link to `dataset`, with the locations of the rows in the dataset's file."""
+    """Return `index` with the locations of the rows in the dataset's file. `index` is that of a link to `dataset`."""
     there = index_rows(dataset.file, dataset, dataset.name.lstrip("/"), visited, depth)
     file = _identify(dataset.file)
     if there.library_reason is not None or not index.rows or not index.row_bytes:
@@ -260,7 +262,10 @@ def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
 
 
 def _is_pattern(name: str) -> bool:
-    """Return whether HDF5 replaces a ``%b`` in a source's name by numbers; ``%%`` stands for a percent sign."""
+    """Return whether a source's name contains ``%b``, which HDF5 replaces by numbers.
+
+    In such a name, ``%%`` stands for a percent sign.
+    """
     return "%b" in name.replace("%%", "")
 
 
@@ -302,7 +307,7 @@ def _find(name: str, virtual_file: str) -> str | None:
     """Return the path of the file that HDF5 would open for a source's file name, or None if HDF5 would find none.
 
     HDF5 (H5F_prefix_open_file in src/H5Fint.c) first tries an absolute name unchanged. If there is no such file, it
-    goes on with only the last component of the name. It looks for the name in these folders, in this order:
+    drops all but the last component of the name. HDF5 then looks for the name in these folders, in this order:
 
     1. each folder listed in HDF5_VDS_PREFIX, in which ``${ORIGIN}`` is not expanded
     2. the whole value of HDF5_VDS_PREFIX as one folder, in which a leading ``${ORIGIN}`` is expanded

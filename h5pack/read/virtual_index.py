@@ -37,11 +37,15 @@ class VirtualIndex(ChunkIndex):
     """The locations of the rows of a virtual dataset.
 
     The rows are divided into ranges. A range is a run of rows within one chunk of one source (or about 4 MiB of a
-    contiguous source). Ranges replace chunks in the methods inherited from `ChunkIndex`: `chunks_of` returns range
-    numbers, and `addresses` holds the byte offset of each range's first row in the source's file, or -1 if the range
-    has no allocated storage or its rows cannot be read directly. Fill values, and the row numbers in messages, are
-    those of the sources. Rows that no mapping covers have a placeholder source without allocated storage, with the fill
-    value of the virtual dataset.
+    contiguous source). Ranges replace chunks in the methods and attributes of `ChunkIndex`:
+
+    - `chunks_of` returns range numbers.
+    - `addresses` holds the byte offset of each range's first row in the source's file. It is -1 if the range has no
+      allocated storage or its rows cannot be read directly.
+    - Fill values, and the row numbers in messages, are those of the sources.
+
+    Rows that no mapping covers have a placeholder source. This source has no allocated storage, and the fill value of
+    the virtual dataset.
     """
 
     starts: Integers  # first row of each range, ascending from 0
@@ -51,7 +55,7 @@ class VirtualIndex(ChunkIndex):
 
     @cached_property
     def complete(self) -> bool:
-        # May be false although all rows are stored: ranges that are not read directly also have the address -1.
+        # False does not imply that some rows are not stored: ranges that are not read directly also have address -1.
         return bool((self.addresses >= 0).all())
 
     @cached_property
@@ -127,7 +131,8 @@ class VirtualIndex(ChunkIndex):
 def join_rows(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[MappedRows]) -> VirtualIndex:
     """Return a virtual index with the name, dtype and shape of `index`, whose rows are stored according to `parts`.
 
-    `parts` must ascend and not overlap. `file` is the dataset's file. `fill` is one row of fill values, as bytes.
+    `parts` must ascend and not overlap. `file` is the file of the virtual dataset. `fill` is one row of its fill
+    values, as bytes.
     """
     columns: list[tuple[Integers, Integers, Integers, Integers]] = []
     found: dict[tuple[str, str | bytes], tuple[int, SourceDataset]] = {}
@@ -166,7 +171,7 @@ def join_rows(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[
 
 
 def _with_holes(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[MappedRows]) -> Iterator[MappedRows]:
-    """Yield `parts` in order; for rows that none of them covers, yield parts without allocated storage."""
+    """Yield `parts` in order. For rows that no part covers, yield an additional part without allocated storage."""
     at = 0
     for part in [*parts, None]:
         stop = index.rows if part is None else part.first
