@@ -114,7 +114,7 @@ def convert(
         created beside that file.
     source_kind : str, optional
         flat, classes, splits, pairs (folders of images and of their masks), celeba, manifest, coco, hdf5, webdataset,
-        parquet or mds. Default: detected from the source's content, except for pairs.
+        parquet or mds. Default: detected from the content of the source. Pairs are never detected.
     include, exclude : str or sequence of str
         Shell patterns, each of which may match the name of a file or its path relative to the source. Only images that
         match `include` (if given) and do not match `exclude` are packed.
@@ -197,8 +197,9 @@ def convert(
     chunk_rows : int, optional
         Rows per chunk.
     chunk_bytes : int or str, optional
-        Maximum bytes per chunk, instead of `chunk_rows`: a number, or text such as "4MiB". Default: about 4 MiB. Small
-        packs get smaller chunks, so that there are enough chunks to shuffle (see `h5pack.format.plans.plan_chunks`).
+        Maximum bytes per chunk, instead of `chunk_rows`: a number, or text such as "4MiB". Default: about 4 MiB, but
+        at least one row. Small packs get smaller chunks, so that there are enough chunks to shuffle. See
+        `h5pack.format.plans.plan_chunks` for details.
     max_pixels : int
         Reject images with more pixels, which may be decompression bombs. The samples of a map-style dataset are not
         checked, because the dataset has already decoded them.

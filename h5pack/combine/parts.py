@@ -237,9 +237,10 @@ def _content(part: Part) -> dict[str, Any]:
 
 
 def table_forms(catalog: Catalog, dtypes: Iterable[Any]) -> dict[str, Any]:
-    """Return, by name, the properties that must be the same in all parts: the kind of labels, and so on.
+    """Return the properties of the tables that must be the same in all parts, by name.
 
-    `dtypes` are the dtypes of `Catalog.pixel_fields`, in the same order.
+    They are the kind of labels, the label columns, and the names and forms of fields (see `_field_forms`). `dtypes` are
+    the dtypes of `Catalog.pixel_fields`, in the same order.
     """
     columns = catalog.label_names if catalog.labels is not None and catalog.labels.ndim == 2 else None
     forms = _field_forms(catalog, dtypes)
@@ -292,7 +293,8 @@ def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
 def _as_model(values: FieldValues, model: FieldValues) -> FieldValues:
     """Return `values` in the dtype of `model` if no number changes, else unchanged.
 
-    Ragged rows without entries also get the shape of an entry from `model`, and class names () if `model` has some.
+    Ragged rows without entries also get the shape of an entry from `model`. If `model` has class names and the ragged
+    rows have none, their class names become ().
     """
     data, dtype = field_data(values), field_data(model).dtype
     if isinstance(values, RaggedRows) and not len(data):

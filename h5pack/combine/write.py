@@ -74,7 +74,7 @@ class CombineReport:
     rejects: int = 0  #: images that were not packed, listed in ``OUT.rejects.csv``
     added: int = 0  #: rows that `append` added
     seconds: dict[str, float] = field(default_factory=dict)  #: duration of each stage, such as "copy"
-    already_complete: bool = False  #: True if ``resume=True`` found a complete output, or `append` no new images
+    already_complete: bool = False  #: True if ``resume=True`` found a complete output, or `append` found no new images
     notes: tuple[str, ...] = ()  #: remarks of `append`, such as the classes that the pack did not have before
 
     def to_text(self) -> str:
@@ -135,7 +135,7 @@ def write_combination(plan: Combination, out: Path, *, overwrite: bool, resume: 
     output, stages = Output(out), Stages(progress)
     options = ConvertOptions(overwrite=overwrite, resume=resume)
     output.check(options)
-    overwrite, resume = options.overwrite, options.resume  # bools, because JSON, the journal's format, has no np.bool_
+    overwrite, resume = options.overwrite, options.resume  # bool, not np.bool_: the journal is JSON
     if resume and not overwrite and output.final.exists() and not output.partial.exists():
         return _existing_report(plan, output)
     advice = "make room, then run again with resume=True"
@@ -206,7 +206,7 @@ class RowCopier:
 
     If the file system supports it, the unfinished file shares disk blocks with the files of the parts. Otherwise, rows
     are read, compared with their checksums, and written. A resumed run does not copy rows whose bytes are already in
-    the unfinished file. Threads are as fast as processes here, because most of this work releases the GIL. `number` is
+    the unfinished file. Threads are used instead of processes, because most of this work releases the GIL. `number` is
     the position of the dataset in `Part.pixel_datasets`.
     """
 

@@ -108,7 +108,7 @@ class CenterCrop(_Crop):
         """Return the window's first row and column in the resized image.
 
         `height` and `width` are the size of the image before resizing, in pixels. If the window is higher than the
-        resized image, the first row is 0 or negative; if it is wider, so is the first column.
+        resized image, the first row is 0 or negative. If the window is wider, the first column is 0 or negative.
         """
         sides = zip(self.resized_size(height, width), self.output_size, strict=True)
         top, left = (round((side - size) / 2) if side >= size else -((size - side) // 2) for side, size in sides)

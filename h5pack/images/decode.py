@@ -6,8 +6,9 @@ orientation, then resized by Pillow. Rules for special kinds of images:
 - gray is repeated into three channels; color is converted to gray with Pillow's ITU-R 601 weights;
 - palette images are converted to their colors; transparency and alpha are dropped, never blended;
 - CMYK is converted with Pillow's formula, without profiles; ICC profiles are not applied;
-- 16-bit gray keeps its high byte (Pillow's own conversion would clip everything above 255 to white), and 12-bit gray
-  its high 8 bits; if a TIFF of 12 or 16 bits stores white as 0, it is inverted;
+- 16-bit gray keeps its high byte (Pillow's own conversion would clip everything above 255 to white);
+- 12-bit gray keeps its high 8 bits;
+- a TIFF of 12 or 16 bits that stores white as 0 is inverted;
 - 32-bit and floating-point images are rejected, because no conversion suits all of them;
 - only the first frame of an animation or multi-page file is used;
 - HEIF files are opened by pillow-heif, which turns them upright and converts more than 8 bits to 8.
