@@ -260,7 +260,8 @@ def _pack_new(conversion: Conversion, rejects: Sequence[Reject]) -> tuple[str, .
     """Pack the new images; return the notes of the plan that name no parameters.
 
     A note that names parameters advises other options, but `append` determines these options itself. Return None if
-    there are no new images, or if none of them can be packed and all of them are in `rejects`.
+    there are no new images, or if none of them can be packed and all of them are in `rejects`. Return () if an
+    interrupted call had already packed the new images.
     """
     if not len(conversion.catalog):
         return None

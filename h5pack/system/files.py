@@ -175,7 +175,8 @@ def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator
 
     For a full disk, the error is a NoSpaceError about `path`, and its message ends with `advice`. `parameters` are the
     parameters that `advice` names. For a file that is too large, the error is a NoSpaceError about `path`, too. Every
-    other error is about the file that the OSError names, or about `path` if the OSError names no file.
+    other H5PackError is about the file that the OSError names, or about `path` if the OSError names no file. All other
+    OSErrors are raised unchanged.
     """
     try:
         yield
