@@ -107,7 +107,7 @@ class CenterCrop(_Crop):
     def window(self, height: int, width: int) -> tuple[int, int]:
         """Return the window's first row and column in the resized image.
 
-        `height` and `width` are the size of the image before resizing, in pixels. If the window is higher than the
+        `height` and `width` are the size of the image before resizing, in pixels. If the window is taller than the
         resized image, the first row is 0 or negative. If the window is wider, the first column is 0 or negative.
         """
         sides = zip(self.resized_size(height, width), self.output_size, strict=True)
