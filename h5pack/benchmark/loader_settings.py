@@ -91,7 +91,8 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     """Return the recommended number of workers for a DataLoader, and the reason.
 
     One worker per CPU is recommended, or another number if that is faster. If one per CPU was not measured, the fastest
-    of the measured numbers is recommended. If no number has enough repeats, return one per CPU without a reason.
+    of the measured numbers is recommended. If one per CPU was measured with fewer than `MIN_REPEATS` repeats, or if all
+    numbers were, return one per CPU without a reason.
     """
     case = replace(picked.case, num_threads=1)
     tried = {
