@@ -22,7 +22,7 @@
     └── LoaderError (RuntimeError)           a loader cannot return a batch, for example in a forked child
 
 A message says what is wrong, where (file, dataset, rows) and, where possible, what to do next. It is one line, unless
-a path in it contains a line break.
+it quotes a path or an error of another library that contains a line break.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class H5PackError(Exception):
     """Base class of h5pack's errors.
 
-    Two kinds of errors are not an H5PackError: an index out of range raises IndexError, and an unknown keyword argument
-    raises TypeError.
+    Two kinds of errors are not an H5PackError. ``dataset[index]`` raises IndexError if the index is out of range. An
+    unknown keyword argument raises TypeError.
 
     Parameters
     ----------
