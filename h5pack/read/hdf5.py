@@ -411,7 +411,10 @@ def text(value: Any) -> str:
 
 
 def stored_names(dataset: h5py.Dataset) -> Iterator[str]:
-    """Yield the strings of a dataset. They are read in blocks, because bytes objects take three times their memory."""
+    """Yield the strings of a dataset. They are read in blocks, because all of them as bytes objects take much memory.
+
+    A bytes object takes three times the memory of the stored string.
+    """
     require_filters(dataset)
     count = max(1, min(BLOCK_NAMES, _BLOCK_BYTES // dataset.dtype.itemsize))
     for low in range(0, len(dataset), count):

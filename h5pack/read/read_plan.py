@@ -58,8 +58,8 @@ class RowExtents:
 
     edges: npt.NDArray[np.int64]
     offsets: npt.NDArray[np.int64]  # byte offset of each extent; negative if its rows have no allocated storage
-    # For each extent, how many of its rows begin a visit to a chunk: the row requested just before is in another chunk,
-    # or there is no row before.
+    # For each extent, how many of its rows begin a visit to a chunk. A row begins a visit if it is the first requested
+    # row, or if the row requested before it is in another chunk.
     chunk_visits: npt.NDArray[np.int64]
     source_ids: npt.NDArray[np.int64] | None = None  # for each extent, the index of its source; None if not virtual
 
@@ -183,7 +183,7 @@ class ScatterPlan:
     offsets: list[int]
     chunk_visits: list[int]
     source_ids: list[int] | None
-    borders: list[int]  # indices of extents whose source, or whether it has storage, differs from the previous extent
+    borders: list[int]  # indices of extents that differ from the extent before in the source, or in having storage
 
     def by_file(self, first: int = 0, last: int | None = None) -> Iterator[FileExtents]:
         """Divide the extents `first` to `last` - 1 at `borders` into groups, each in one file; yield the groups."""

@@ -60,7 +60,10 @@ class _Selection:
         return cls(everything, slab, count, tuple(map(int, begins)), tuple(int(last) + 1 for last in lasts))
 
     def rows(self, shape: tuple[int, ...]) -> tuple[int, int] | None:
-        """Return (first row, number of rows) if consecutive whole rows of a dataset of this shape are selected."""
+        """Return (first row, number of rows) if consecutive whole rows of a dataset of this shape are selected.
+
+        Return None for any other selection.
+        """
         if self.everything:
             return (0, shape[0]) if shape else None
         counts = tuple(end - begin for begin, end in zip(self.begins, self.ends, strict=True))
@@ -294,9 +297,9 @@ def _needed(mapping: _Mapping, shape: tuple[int, ...]) -> str | None:
     there = mapping.there
     if there.everything:
         count = mapping.here.count or 0
-        return f"{count:,} numbers" if math.prod(shape) < count else None
+        return f"at least {count:,} numbers" if math.prod(shape) < count else None
     short = bool(there.ends) and (len(shape) != len(there.ends) or any(map(lt, shape, there.ends)))
-    return f"up to {there.ends}" if short else None
+    return f"a shape of at least {there.ends}" if short else None
 
 
 def _where(dataset: h5py.Dataset) -> str:

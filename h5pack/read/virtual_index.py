@@ -142,7 +142,7 @@ def join_rows(index: ChunkIndex, file: SourceFile, fill: bytes, parts: Sequence[
         ranges = part.index.ranges(part.start, stop)
         sources = part.index.sources if isinstance(part.index, VirtualIndex) else [SourceDataset(part.file, part.index)]
         source_ids, counts = np.empty_like(ranges.source_ids), np.diff(np.append(ranges.firsts, stop))
-        # The mapping may leave out some sources of a virtual dataset.
+        # If the source is itself virtual, the mapping may leave out some of the source's own sources.
         for number in np.unique(ranges.source_ids).tolist():
             own, source = ranges.source_ids == number, sources[number]
             # Sources without allocated storage differ only in their fill values, so one entry stands for all sources
