@@ -188,9 +188,9 @@ class ChunkDecoder:
         return self._assemble(index, chunk)
 
     def _assemble(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Return the same as `_load`, joined from all chunks at position `chunk` along axis 0.
+        """Return the same rows as `_load`, if chunks hold only parts of rows.
 
-        Each of these chunks holds a part of every one of these rows.
+        All chunks at position `chunk` along axis 0 are decoded, and the parts are joined to whole rows.
         """
         assert index.chunk_shape is not None
         # Labels of shape (N, 1) have an index of shape (N,), but their chunks still have two axes.
@@ -359,7 +359,7 @@ class SourceFiles:
     def prefetch(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> None:
         """Start reading `rows`, int64 (n,), into the page cache, without waiting.
 
-        Rows in filtered chunks are read as whole chunks. Rows that only the HDF5 library can read are skipped.
+        Chunks that must be decoded are read as a whole. Rows that only the HDF5 library can read are skipped.
         """
         for file, source, there in index.split_by_source(rows):
             if source.codec is not None:

@@ -82,9 +82,7 @@ class RowDecoder(Decoder):
 
 
 def is_encoded(dataset: h5py.Dataset) -> bool:
-    """Return whether the rows of a dataset look like encoded images.
-
-    This is so in two cases:
+    """Return whether the rows of a dataset look like encoded images, which is so in two cases:
 
     - The dataset has one axis, and its rows are variable-length uint8 or int8.
     - All rows have the same length (uint8 on two axes, or opaque values or strings on one axis), and the first row

@@ -90,7 +90,7 @@ def _require_alike(first: FileDescription, other: FileDescription) -> None:
             if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
                 shared = {*one} & {*two}
                 one, two = ([entry for entry in found if entry not in shared] or found for found in (one, two))
-            problem = f"differs from {first.path} in {what}: {short_repr(two)} and {short_repr(one)}"
+            problem = f"differs from {first.path} in {what}: {short_repr(two)} instead of {short_repr(one)}"
             advice = "'h5pack join' can join packs with different classes, and fields with different dtypes"
             raise PackFormatError.at(other.path, f"{problem}; files that are read as one must agree in this ({advice})")
 
