@@ -1,6 +1,6 @@
 """A map-style dataset (a Python object) as a source: its samples, and the names and splits in its attributes.
 
-Types of datasets are recognized by their attributes, because `h5pack.sources` does not import torch.
+Types of datasets are recognized by names of classes and attributes, because `h5pack.sources` does not import torch.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ IMAGE, LABEL = "image", "label"
 MASKS = ("mask", "masks")
 """The keys that masks have in samples."""
 _TRIED_SAMPLES = 16
-"""Maximum number of samples to try to read. The first that can be read shows which keys are masks."""
+"""Maximum number of samples to try to read. The first sample that can be read shows which keys are masks."""
 _UNENCODABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
 """NUL and surrogates that stand for no byte of a file name, which a `NameTable` cannot store."""
 _NOT_UINT8 = (
@@ -68,7 +68,7 @@ class MapStyleDataset(Protocol):
 
 
 class ReadSample(NamedTuple):
-    """The parts of one sample that are packed, and the names of the other parts."""
+    """The image, label and fields of one sample, and the names of the parts that are not packed."""
 
     pixels: npt.NDArray[np.uint8]  # (H, W, 1 or 3)
     label: npt.NDArray[Any] | None  # int64 () or uint8 (K,)
@@ -78,7 +78,7 @@ class ReadSample(NamedTuple):
 
 @dataclass(frozen=True)
 class MapStyleReader(SourceReader):
-    """Reads images, labels and fields of a map-style dataset."""
+    """Reads images, labels, fields and masks of a map-style dataset."""
 
     dataset: MapStyleDataset
     indices: npt.NDArray[np.int64] | None = None  # the sample of each image; None means that image i is sample i
@@ -113,7 +113,8 @@ class MapStyleReader(SourceReader):
         return SurveyedImage(header, mark, label, unused, fields=fields)
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        # No image is checked: a fingerprint does not depend on pixels, and takes as long as reading the sample.
+        # No image is checked, because a fingerprint does not depend on pixels, and computing it takes as long as
+        # reading the sample.
         return indices[:0]
 
     def take(self, indices: npt.NDArray[np.int64]) -> MapStyleReader:
@@ -213,7 +214,7 @@ def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> C
 
 
 def _mask_keys(dataset: Any, count: int) -> tuple[str, ...]:
-    """Return the keys in `MASKS` of the first sample that can be read. The survey rejects those that cannot."""
+    """Return those of `MASKS` that the first readable sample has. The survey rejects samples that cannot be read."""
     for index in range(min(count, _TRIED_SAMPLES)):
         try:
             others = _parts(dataset[index])[2]
@@ -243,7 +244,7 @@ def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Itera
 
 @dataclass(frozen=True)
 class _Known:
-    """Properties of a dataset and its samples that are known from its attributes."""
+    """Properties of a dataset and of its samples that attributes of the dataset show."""
 
     count: int
     names: Sequence[str] | None = None  # names of the samples' files
@@ -274,12 +275,18 @@ def _attribute(dataset: Any, name: str) -> Any:
 
 
 def _is_a(dataset: Any, *kinds: str) -> bool:
-    """Return whether a dataset is of one of the `kinds`, "package.Class". Others may arrange their parts otherwise."""
+    """Return whether a dataset's class or a base class is one of `kinds`, such as "torch.Subset".
+
+    Other classes may use attributes of the same names for something else.
+    """
     return any(f"{kind.__module__.partition('.')[0]}.{kind.__name__}" in kinds for kind in type(dataset).__mro__)
 
 
 def _known_of_subset(dataset: Any, count: int) -> _Known | None:
-    """Return the properties of a ``Subset``, taken from the dataset that it selects from; None for other types."""
+    """Return the properties of a ``Subset``, taken from the dataset that it selects from.
+
+    Return None for other types, and if the indices do not fit that dataset.
+    """
     whole, indices = _attribute(dataset, "dataset"), _attribute(dataset, "indices")
     if not _is_a(dataset, "torch.Subset") or not hasattr(whole, "__len__"):
         return None
@@ -299,7 +306,7 @@ def _known_of_subset(dataset: Any, count: int) -> _Known | None:
 
 
 def _known_of_parts(dataset: Any, count: int) -> _Known | None:
-    """Return the properties of a ``ConcatDataset`` or ``ConcatPack``, joined from its parts; None for other types."""
+    """Return the properties of a ``ConcatDataset`` or ``ConcatPack``, joined from its parts; None if impossible."""
     if not _is_a(dataset, "torch.ConcatDataset", "h5pack.ConcatPack"):
         return None
     datasets = _attribute(dataset, "datasets")
@@ -337,15 +344,18 @@ def _file_names(dataset: Any, count: int) -> list[str] | None:
 
 
 def _relative(names: list[str], root: Any) -> list[str]:
-    """Make paths relative to `root` if all are below it; else, if all are absolute, to their common folder."""
+    """Return paths relative to `root` if all are below it, else relative to their common folder if all are absolute.
+
+    Otherwise, return `names` unchanged.
+    """
     if isinstance(root, (str, bytes, os.PathLike)):
         folder = os.path.join(os.fsdecode(root), "")
         if all(name.startswith(folder) for name in names):
             return [name[len(folder) :].lstrip("/") for name in names]
     if not names or not all(map(os.path.isabs, names)):
         return names
-    # Names with several slashes would differ from the common folder, which has single ones. `normpath` keeps two at the
-    # start.
+    # The common folder has single slashes, so replace repeated slashes in the names. `normpath` alone would keep two
+    # slashes at the start.
     names = ["/" + os.path.normpath(name).lstrip("/") for name in names]
     # All names sort between the smallest and the largest, so the common folder of these two contains all of them.
     common = os.path.commonpath([os.path.dirname(min(names)), os.path.dirname(max(names))])

@@ -115,11 +115,11 @@ def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:
         raise
     except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise SourceError.at(path, f"cannot be read as an index of MDS shards ({reason}); check it") from error
+        raise SourceError.at(path, f"cannot be read as an index of MDS shards ({reason}); check the file") from error
 
 
 def _read_shard(path: Path, encodings: dict[str, str], fixed: Sequence[int], samples: int) -> _Shard:
-    """Read the offsets of samples and columns. `fixed` are the sizes of the columns in bytes, 0 if they vary."""
+    """Read the offsets of samples and columns. `fixed` has each column's size in bytes, or 0 if the size varies."""
     file = ArchiveFile(str(path))
     stored = file.read(4 * (samples + 2), 0)
     if len(stored) != 4 * (samples + 2):
@@ -148,7 +148,10 @@ def _values(file: ArchiveFile, offsets: Ints, sizes: Ints) -> Iterator[bytes]:
 
 
 def _find_images(shard: _Shard) -> str:
-    """Return the column of images: the only one encoded as jpeg or png, or else as bytes; usual names have priority."""
+    """Return the column of images: one encoded as jpeg or png, or if there is none, as bytes.
+
+    If there are several such columns, return the one with a usual name. Raise SourceError if the choice is unclear.
+    """
     for encodings in (("jpeg", "png"), ("bytes",)):
         named = [name for name, encoding in shard.encodings.items() if encoding.split(":")[0] in encodings]
         found = [name for name in named if name.lower() in IMAGE_COLUMNS] or named

@@ -46,12 +46,15 @@ class Shards:
 
     @property
     def named(self) -> Path:
-        """The path that errors about all samples name: the file if there is only one, else the folder."""
+        """The path to name in errors about all samples: the file if there is only one, else the folder."""
         return self.paths[0] if len(self.names) == 1 else self.root
 
     @property
     def prefixes(self) -> list[str]:
-        """Prefix of the samples' names in each file: the file name without suffix, plus "/"; "" for a single file."""
+        """For each file, the prefix of its samples' names: the file's path without suffix, plus "/".
+
+        The prefix is "" if there is only one file.
+        """
         if len(self.names) == 1:
             return [""]
         ending = "|".join(map(re.escape, sorted((*TAR_SUFFIXES, *TABLE_SUFFIXES), key=len, reverse=True)))
@@ -80,9 +83,9 @@ def _split_of(name: str) -> str | None:
 def shards_kind(path: Path, wanted: NameFilter) -> str:
     """Return "webdataset" or "parquet" if all shards of a folder, or of a brace pattern, are of that kind, else "".
 
-    In a folder, only visible shards that `wanted` allows are considered; if `include` allows none, it is ignored. The
-    result is "" if `wanted` also selects files that are not shards, such as images, or if the folder has links to
-    folders.
+    In a folder, only visible shards that are not excluded are considered. If patterns of `include` match some of them,
+    only these are considered. The result is "" if `wanted` also selects files that are not shards, such as images, or
+    if the folder has links to folders.
     """
     if not os.path.isdir(path):
         return _kind_of(itertools.islice(expand_braces(str(path)), _MAX_FILES))
@@ -96,7 +99,7 @@ def shards_kind(path: Path, wanted: NameFilter) -> str:
                 relative = f"{folder}/{entry.name}" if folder else entry.name
                 if is_folder(entry):
                     if is_visible(entry.name) and entry.is_symlink():
-                        # Do not follow the link, which may lead back. There may be images behind it.
+                        # Do not follow the link, because it may lead to a folder above. It may also lead to images.
                         return ""
                     folders += [relative] * is_visible(entry.name)
                 elif _kind_of([entry.name]):
@@ -114,9 +117,9 @@ def _kind_of(names: Iterable[str]) -> str:
 def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shards:
     """Return the files of a source, which is a file, a brace pattern such as ``shard-{000..010}.tar``, or a folder.
 
-    For a folder, return the visible files, if any, that have one of the `suffixes`, in any case, and are not excluded.
-    Patterns of `include` that match any of these files select files; the other patterns select samples. Raise
-    SourceError if a file of a brace pattern is missing.
+    For a folder, return the visible files that have one of the `suffixes`, in lower or upper case, and are not
+    excluded. A pattern of `include` that matches one of these files selects files; other patterns select samples.
+    Raise SourceError if a file of a brace pattern is missing.
     """
     if os.path.isdir(path):
         names = list(walk(str(path), NameFilter(tuple(map(suffix_pattern, suffixes)), wanted.exclude)).below(""))
@@ -134,13 +137,13 @@ def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shar
     missing = next((one for one in paths if not os.path.isfile(one)), None)
     if missing is not None:
         what = "not a regular file" if os.path.exists(missing) else "no such file"
-        raise SourceError.at(missing, f"{what}; check the pattern")
+        raise SourceError.at(missing, f"{what}; check the path or the pattern")
     root = os.path.commonpath([os.path.dirname(one) for one in paths])
     return Shards(Path(root), [os.path.relpath(one, root) if root else one for one in paths], wanted)
 
 
 def expand_braces(pattern: str) -> Iterator[str]:
-    """Yield the names to which a shell would expand ``{000..010}`` and ``{a,b}``. Other braces are kept as they are."""
+    """Yield the names to which a shell would expand a pattern with ``{000..010}`` or ``{a,b}``. Keep other braces."""
     match = _BRACES.search(pattern)
     if match is None:
         yield pattern

@@ -45,7 +45,8 @@ class _Samples:
 def is_webdataset(members: Members) -> bool:
     """Return whether a tar file is a WebDataset shard.
 
-    A shard has an image with a ``.cls`` member or, if no member is in a folder, with a ``.json`` or ``.txt`` member.
+    In a shard, some sample has an image and a ``.cls`` member. If no member is in a folder, an image and a ``.json`` or
+    ``.txt`` member are enough.
     """
     if not any(name.endswith(_TABLE_ENDINGS) for name in members.found):
         return False
@@ -83,7 +84,7 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
         shards.named, tuple(samples.header),
         lambda column: [cells.get(column) for cells in samples.cells],
         lambda row: f": {samples.names[row]}",
-        # Unless a column is named, these were read only for samples without a .cls.
+        # If no column is named, .json members were read only for samples without a .cls, so others lack values.
         frozenset(samples.header) - {_CLASS} if unlabeled and not named else frozenset(),
     )  # fmt: skip
     if _CLASS in samples.header and not columns.labels:
@@ -109,7 +110,7 @@ def _add_shard(
     for key, parts in _grouped(file, members, samples).items():
         found = {ending: path for ending, path in parts.items() if f".{ending}" in IMAGE_SUFFIXES}
         allowed = {ending: path for ending, path in found.items() if wanted.allows(f"{prefix}{path}")}
-        # The .cls comes last, because its label replaces a value of the same name in the .json.
+        # The .cls comes last, because its label replaces a value "cls" in the .json.
         read = (*tables, _CLASS) if _JSON in tables or _CLASS in parts else (_JSON, *tables, _CLASS)
         samples.others.update(ending for ending in parts if ending not in found and ending not in read)
         if not allowed:
@@ -161,7 +162,10 @@ def _split_name(name: str) -> tuple[str, str]:
 
 
 def _cells(file: ArchiveFile, path: str, member: Member) -> dict[str, Any]:
-    """Return the values in a member of a sample: the text of a ``.cls`` or ``.txt``, or the items of a ``.json``."""
+    """Return the values in a member of a sample: the text of a ``.cls`` or ``.txt``, or the items of a ``.json``.
+
+    Items of a ``.json`` that are dicts are left out.
+    """
     if member.storing != Storing.RAW or member.size > _MAX_TABLE_BYTES:
         raise _unreadable(file, path, "it is not a regular file of at most 1 MiB")
     data, (_, ending) = file.read(member.size, member.offset), _split_name(path)
