@@ -40,7 +40,7 @@ from h5pack.system.text import first_names, listed
 _OF_ROWS = (
     "fit", "resample", "draft", "mode", "layout", "keep", "max_side", "quality", "max_pixels", "compression",
 )  # fmt: skip
-"""Options of a conversion that determine how an image becomes a row. `append` uses their values in the pack."""
+"""Options of a conversion that determine how an image becomes a row. `append` takes their values from the pack."""
 
 
 def append(

@@ -63,7 +63,7 @@ class ColorJitter:
         p      = gray + s * ((p - gray) rotated by h in the plane of I and Q of the YIQ color space)
         result = b * (c * p + (1 - c) * level)
 
-    `level` is 255 times the gray of the option `mean` of `Normalize`, or 127.5 if `mean` is not given.
+    `level` is the gray of the mean color, 255 times the option `mean` of `Normalize`. Without `mean`, it is 127.5.
 
     Parameters
     ----------

@@ -63,7 +63,7 @@ class AxisMap:
 
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Unsigned types, which few of torch's operations support, and the signed types as which their masks are viewed."""
+"""Maps unsigned types, which few of torch's operations support, to signed types of the same size, to view masks as."""
 Axes = tuple[AxisMap, AxisMap]
 """The maps of rows and of columns."""
 

@@ -205,7 +205,7 @@ def measure_epochs(
       count. The time to create the iterators counts, too, except for the first one.
     - If it is longer, stop it when the time is up. The first `prefetched` batches do not count, because the loader read
       them before they were requested. But all batches count if the first `prefetched` ones took more than half of the
-      time, or if most of the later batches were ready before the measurement of them began. If all batches count, the
+      time, or if most of the later batches were ready before the first of them was requested. If all batches count, the
       time until the first batch counts only if the loader is slower than its consumer.
 
     `ready_images` returns how many images are ready in the loader. If the consumer waits at least half of the time, the

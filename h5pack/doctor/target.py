@@ -100,7 +100,7 @@ class Target:
         self.batch_size = limited_batch_size(settings.batch_size, len(self.dataset))
         self.index: ChunkIndex = self.dataset.engine.indexes[self.dataset.names[0]]
         if isinstance(self.index, EncodedIndex) and not self.index.has_one_size:
-            # The images of a batch must have one size, so decode crops as most trainings do.
+            # The images of a batch must have one size. So decode random crops, as most trainings do.
             self.dataset = self.dataset.with_decode(RandomResizedCrop(_CROP_SIZE), exact=True)
         self.failures: dict[Stage, str] = {}
         self.reasons: dict[Stage, str] = {}

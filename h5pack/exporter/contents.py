@@ -380,8 +380,8 @@ def _folder_order(catalog: Catalog, paths: NameTable) -> str | None:
 
     Return None if no value of `--order` restores it.
     """
-    # `h5pack convert` sorts images by split, folder and name, and without splits by class before the folder. With
-    # splits, the second key repeats the first, which has no effect.
+    # `h5pack convert` sorts images by split, folder and name. Without splits, it sorts them by class, folder and name.
+    # With splits, the second key below repeats the first, which has no effect.
     tops = catalog.split_ids if has_splits(catalog) or catalog.labels is None else catalog.labels
     keys = [(*above, *path.rpartition("/")) for *above, path in zip(catalog.split_ids, tops, paths, strict=True)]
     ranks = np.argsort(sorted(range(len(keys)), key=keys.__getitem__))
@@ -399,12 +399,12 @@ def is_header(cells: Sequence[str]) -> bool:
 
 
 def _column_name(used: set[str], unlabeled: bool, wanted: str) -> str:
-    """Return a distinct name for a column, without commas, control characters, and white space around the name.
+    """Return a distinct name for a column, without commas, control characters or surrounding white space.
 
     Commas would separate the name into several names in the value of an option.
     """
     name = one_line(wanted).strip().replace(",", ";") or "column"
-    # If the table has no labels, `h5pack convert` would take a column with a name in LABEL_COLUMNS for the labels.
+    # If the table has no labels, `h5pack convert` would read a column with a name in LABEL_COLUMNS as labels.
     return distinct_name(f"field_{name}" if unlabeled and name.lower() in LABEL_COLUMNS else name, used)
 
 

@@ -292,7 +292,7 @@ def faults_of(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
 def describe_dataset(dataset: h5py.Dataset, labels: str | None = None, name: str | None = None) -> DatasetReport:
     """Describe how a dataset is stored, and what makes reading single rows of it slow.
 
-    `labels` is the dataset of labels in the command that fixes the faults: None to detect it, "" if there are none.
+    `labels` is the dataset of labels that the command in `fix` names: None to detect it, "" if there are none.
     `name` is the path in the report: for a dataset in another file, the path of the link to it.
     """
     layout = _LAYOUTS[dataset.id.get_create_plist().get_layout()]

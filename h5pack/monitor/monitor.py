@@ -207,8 +207,8 @@ class FeedMonitor(LoaderWrapper):
             # Do this before the clock starts, because NVIDIA's driver library takes long to initialize.
             self._probe = GpuProbe(cuda)
         if self._recorder is not None:
-            # The previous iterator may still exist, and may not have reported. Report its iteration now, while the
-            # loader's epoch and the progress bar still belong to this iteration.
+            # The previous iterator may still exist, and may not have reported. Report the previous iteration now, while
+            # the loader's epoch and the progress bar still belong to it.
             self._recorder.finish()
         begun = time.perf_counter()
         cursor, fetcher = self._begin(record=False)

@@ -113,7 +113,7 @@ class DeviceWait:
 
     @property
     def seconds(self) -> float:
-        """The seconds of all waits so far. Until the device ends a wait, the process's wait is counted instead."""
+        """The total seconds of all waits. If the device has not ended a wait yet, the process's wait is counted."""
         with self._lock:
             self._count_finished()
             return self._seconds + sum(host for _, _, host in self._pending)

@@ -177,7 +177,7 @@ def _encode(
             if task.read[position]:
                 found.append((-1, source, 0, 0))
             if masks:
-                # The file may have an Exif orientation. Then its masks must be turned upright.
+                # If the file has an Exif orientation, the masks must be turned upright.
                 upright = upright_of(source) if decode_path == DecodePath.PILLOW else upright
         else:
             data, height, width = worker.encoder.encode(source, decode_path)

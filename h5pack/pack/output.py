@@ -108,7 +108,7 @@ class Output:
     def check(self, options: ConvertOptions, *, resumable: bool = True) -> None:
         """Raise an error if the output's folder, its name or an existing file would keep the conversion from finishing.
 
-        If `resumable` is False, errors recommend to start over instead of resuming.
+        If `resumable` is False, errors recommend starting over instead of resuming.
         """
         require_writable(self.final.parent)
         max_bytes = max_name_bytes(self.final.parent)
@@ -215,7 +215,7 @@ class Output:
         # Remove `parts` before the journal. If a kill left only `parts`, the next run would conclude that an array job
         # is still surveying images.
         shutil.rmtree(self.parts, ignore_errors=True)
-        # Remove the plan first: a journal that is removed only in part then cannot look like that of an unfinished run.
+        # Remove the plan first: without a plan, a partly removed journal does not look like that of an unfinished run.
         with contextlib.suppress(OSError):
             (self.journal / "plan.json").unlink()
         shutil.rmtree(self.journal, ignore_errors=True)
@@ -459,7 +459,7 @@ class PartFile:
             try:
                 fill(new)
                 os.fsync(new)
-                # Linking is atomic and, unlike renaming, fails if another part was first.
+                # Linking is atomic. Unlike renaming, it fails if another part has already created the file.
                 with contextlib.suppress(FileExistsError):
                     link_file(output.new, output.partial)
             finally:

@@ -138,7 +138,7 @@ class ConvertPlan:
 
     @property
     def pixel_rows(self) -> tuple[PixelRows, ...]:
-        """The fields of pixels, whose datasets are chunked like the images."""
+        """The fields whose datasets are chunked like the images: the masks and the further images."""
         shapes: dict[str, tuple[int, ...]] = {schema.MASK: (self.height, self.width), schema.IMAGE: self.row_shape}
         return tuple(
             PixelRows(one.name, one.kind, shapes[one.kind], dtype)
@@ -420,7 +420,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
             folder = options.root or os.path.dirname(absolute_path(source))
             advice = f"relative paths start from {folder}; if that is wrong, give root"
         problem = (
-            f"none of its {counted(len(catalog), 'image')} can be packed (such as {rejects[0].shown}: "
+            f"none of its {counted(len(catalog), 'image')} can be packed (for example, {rejects[0].shown}: "
             f"{rejects[0].reason}); {advice}{options.start_over_advice}"
         )
         raise NoImagesError.at(source, problem, "root")

@@ -52,7 +52,7 @@ class RowCounts(Protocol):
     def rows(self) -> int: ...
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length of axis 0 of the images dataset if it has `rows` rows; in bytes if rows are encoded."""
+        """Return the length of axis 0 of the images dataset for `rows` rows: `rows`, or their bytes if encoded."""
 
 
 class Unfinished:

@@ -195,7 +195,7 @@ def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -
             where += [status.st_size, status.st_mtime_ns]
     if options.root is not None:
         where.append(os.path.abspath(options.root))
-    # Without the source's options, the results for another column or dataset of images would be used.
+    # Include the source's options, because they may select another column or dataset of images.
     settings = [options.max_pixels, options.keep is not None, options.size is not None, repr(options.source_options)]
     return {"packages": decoder_versions(), "source": where, "catalog": catalog.identity(), "settings": settings}
 

@@ -25,7 +25,7 @@ def unfit(name: str, value: object, advice: str) -> OptionsError:
 
 
 def require_local(path: str | os.PathLike[str], parameter: str = "path") -> None:
-    """Raise OptionsError if a path is a URL, such as ``s3://bucket/pack.h5``, contains NUL, is empty, or is no path."""
+    """Raise OptionsError if `path` is not a path, or if it is empty, contains NUL or is a URL (``s3://...``)."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise unfit(parameter, path, "give the path of a file or folder")
     name = os.fsdecode(path)

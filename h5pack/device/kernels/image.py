@@ -182,7 +182,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
         bits = pixel_bits
         if PADDED:
             bits = pixel_bits & tl.where(row.to(tl.uint32, bitcast=True) == there, 255, 0)
-        # Added in this order, the address of the line is computed once, and a column takes one register instead of two.
+        # This order of additions computes the address of the line once, and needs one register per column, not two.
         source = (of_pixels + (there.to(tl.int64) if WIDE else there) * stride_y) + offset
         if COLORS:
             red = tl.load(source).to(tl.int32) & bits

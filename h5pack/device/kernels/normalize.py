@@ -31,10 +31,10 @@ _FLAT_PROGRAMS = 128
 _IMAGE_WARPS = 2
 """Warps per program of the image kernel; each thread computes one vector at a time."""
 _TURNS, _TURNS_OF_PLANES = 4, 2
-"""Maximum number of turns of a program of the image kernel. In each turn it computes its vectors in other lines. What
-depends on the columns is computed once for all turns, but with more turns there are too few programs to hide the
-latency of memory. The second number is for programs that compute all planes of an image in each turn. Found by
-measuring on an H100.
+"""Maximum number of turns of a program of the image kernel. In each turn, the program computes vectors in the same
+columns, but in other lines. What depends on the columns is computed once for all turns. With more turns, there would be
+too few programs to hide the latency of memory. The second number is for programs that compute all planes of an image in
+each turn. Both were found by measuring on an H100.
 """
 _MOST_PARTS = 65535
 """CUDA's limit for the second dimension of a grid."""
@@ -55,7 +55,8 @@ def normalize(
     if not result.numel():
         return result
     if not pixels.numel():
-        # Images without pixels become only padding. So do black images of one pixel, which the kernel can read.
+        # The result of images without pixels is only padding. Black images of one pixel give the same result, and the
+        # kernel can read them.
         pixels = pixels.new_zeros(len(pixels), 1, 1, pixels.shape[3])
     is_flat = draws is None and pixels.is_contiguous() and result.permute(0, 2, 3, 1).is_contiguous()
     if is_flat:
