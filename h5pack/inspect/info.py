@@ -390,7 +390,7 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
     elif filters and not own:
         found.append(
             f"chunks of {counted(chunks[0], 'row')} are compressed with {', '.join(filters)}, so they must be decoded "
-            f"(H5Loader: {times})"
+            f"(by H5Loader {times})"
         )
     if dataset.nbytes <= 2**24:
         return tuple(found)

@@ -231,7 +231,8 @@ def encode_images(
                 for index, reason in record.reasons.items():
                     refuse_reject(plan.source, plan.catalog.reject(index, reason), options, begun=True)
     finally:
-        # With one worker, this process encoded the images. Close its journal file, for whose lock a resumed run waits.
+        # With one worker, this process encoded the images. Close its journal file, because a resumed run would wait for
+        # the file's lock.
         release()
     return plan.with_encoded(places, reasons)
 
