@@ -44,8 +44,8 @@ from h5pack.system.text import first_names, splits_text
 class H5Dataset(BatchSource):
     """Samples of an HDF5 file: named tuples ``(image, label, *fields, row)``.
 
-    Parts that the file does not have, or that are not requested, are left out. So a sample that has only an image has
-    one element: ``sample.image``. Each field is named after the last part of its path.
+    Elements that the file does not have, or that are not requested, are left out. So a sample that has only an image
+    has one element: ``sample.image``. Each field is named after the last part of its path.
 
     The dataset works with fork, spawn and forkserver workers, because the file is opened on first use in each process
     and the dataset owns no thread. The rows of a batch are read together (``__getitems__``): directly from the file if
@@ -60,11 +60,11 @@ class H5Dataset(BatchSource):
         variable-length uint8 that hold the bytes of a JPEG, PNG or other image file. They are decoded to RGB
         (H, W, 3). A list of files, or a pattern such as ``"shards/*.h5"``, is read as one file with all their rows.
     split : str or sequence of str, optional
-        Name of one of the file's splits, or names of several, whose samples follow each other in that order; None: all
-        rows.
+        Name of one of the file's splits, or names of several splits, whose samples follow each other in the given
+        order. None: all rows.
     transform : callable, optional
         Called with each image as a Pillow image, as torchvision's ``ImageFolder`` does. Images other than uint8 gray or
-        RGB are passed as the tensors that samples have without `transform`. Masks and boxes do not move with them.
+        RGB are passed as the tensors that samples have without `transform`. Masks and boxes are not transformed.
     target_transform : callable, optional
         Called with each label.
     images : str
@@ -82,25 +82,25 @@ class H5Dataset(BatchSource):
         Compare each row that is read with its stored checksum. Encoded images are compared by their encoded bytes.
     decode : RandomResizedCrop, CenterCrop or Resize, optional
         For encoded images: decode the window that this crop needs, and resize it, so that all images are uint8
-        (height, width, 3). With an h5pack sampler or loader, random windows are drawn from (seed, epoch, row) as by
-        `Normalize`; with other samplers, from torch's random generator. None: whole images.
+        (height, width, 3). With an h5pack sampler or loader, a random window depends only on (seed, epoch, row), like
+        the windows of `Normalize`. With other samplers, it depends on torch's random generator. None: whole images.
     exact : bool
-        With `decode`, True: the pixels are as if the whole image was decoded, then cropped and resized. False: an
-        image whose window is at least twice as large as the result is decoded at a fraction of its size, which is
-        faster.
+        With `decode`, True: the pixels are as if the whole image was decoded, then cropped and resized. False: if the
+        window is at least twice as high and twice as wide as it will be after resizing, a JPEG is decoded at a fraction
+        of its size, which is faster.
 
     Attributes
     ----------
     splits : dict of str to range or ndarray
         Name of each split, and its rows in the file: a range, or an int64 array (n,) if they are not consecutive.
     classes : tuple of str or None
-        Class names: label i is of class ``classes[i]``.
+        Class names: the label i means the class ``classes[i]``.
     columns : tuple of str or None
         Column names, if the labels are a table (rows, K).
     mean, std : ndarray or None
         float64, (C,): mean and standard deviation of each channel, stored in the pack, for pixels scaled to 0..1.
     field_names : tuple of str
-        Names of the parts of a batch: "images", "labels", the fields, "rows".
+        Names of a batch's elements: "images", "labels", the fields, "rows".
     names : tuple of str
         Paths of the datasets that a sample consists of: images, labels, and the fields that are not in `ragged`.
     ragged : dict of str to RaggedIndex
@@ -114,7 +114,7 @@ class H5Dataset(BatchSource):
     rows : range or ndarray
         Row number in the file of each sample: a range, or an int64 array (n,) if they are not consecutive.
     group_rows : int
-        Number of rows of a chunk group, which is usually one chunk; samplers keep these rows together.
+        Number of rows that are read together, usually those of one chunk. Samplers yield these rows close together.
 
     Raises
     ------
@@ -128,9 +128,9 @@ class H5Dataset(BatchSource):
     Notes
     -----
     Without `transform` an image is a tensor with the stored dtype and axes, such as (H, W, C). Encoded images become
-    uint8. Without `decode` they may differ in size; collating images of several sizes into one batch is an error. A
-    label is a Python int or bool if it is a single integer or bool, else a tensor of the stored dtype: of shape () for
-    a single number, (K,) for a row of a table.
+    uint8. Without `decode`, encoded images may differ in size; collating images of several sizes into one batch is an
+    error. A label that is a single integer or bool is a Python int or bool. Any other label is a tensor of the stored
+    dtype: of shape () for a single float, (K,) for a row of a table.
     """
 
     def __init__(
@@ -203,12 +203,15 @@ class H5Dataset(BatchSource):
         return f"H5Dataset({first_names([self.path] * len(self._pack.files), 1)}, split={self.split!r}): {rows}"
 
     def row_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a row of one of the datasets in `names`, before any transform."""
+        """Return the shape of a row of a dataset in `names`, before any transform.
+
+        If encoded images differ in size, and `decode` is None, this is the shape of row 0.
+        """
         shape = self.engine.indexes[name].row_shape
         return (*self.decoder.crop.output_size, *shape[2:]) if self.decoder and self.is_cropped(name) else shape
 
     def is_cropped(self, name: str) -> bool:
-        """Return whether a dataset of `names` holds images or masks that are decoded as crops."""
+        """Return whether a dataset in `names` holds images or masks that are decoded as crops."""
         return self.decoder is not None and name in self._encoded
 
     @property
@@ -218,7 +221,10 @@ class H5Dataset(BatchSource):
 
     @property
     def targets(self) -> torch.Tensor | None:
-        """All labels, read from the file: int64 (n,) if integers, else of the stored dtype; None without labels."""
+        """The labels of all samples, read from the file; None if there are no labels.
+
+        The tensor is int64 (n,) if each label is a single integer, else it has the stored dtype.
+        """
         if self.label_name is None:
             return None
         labels = read_small_rows(self, self.label_name, self.rows)
@@ -264,20 +270,20 @@ class H5Dataset(BatchSource):
 
     @property
     def is_plain(self) -> bool:
-        """Whether samples are what the file holds: no transforms, and no `__getitem__` of a subclass, change them."""
+        """Whether neither a transform nor a ``__getitem__`` or ``__getitems__`` of a subclass changes the samples."""
         return type(self).__getitems__ is H5Dataset.__getitems__ and self.transform is self.target_transform is None
 
     def file_rows(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the rows of the file, int64 (n,), of the samples `indices`, each from 0 to ``len(self) - 1``."""
+        """Return the rows of the file, int64 (n,), of samples, given their `indices` from 0 to ``len(self) - 1``."""
         rows = self.rows
         return indices + rows.start if isinstance(rows, range) else rows[indices]
 
     def read_batch(
         self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY, *, share: bool = True
     ) -> list[torch.Tensor]:
-        """Return the tensors of rows of the file, each (n, ...). In a worker, `share` puts them in shared memory.
+        """Return the tensors of `rows` of the file, each (n, ...). Random crops are drawn from `key`.
 
-        Random crops are drawn from `key`.
+        If `share` is true, the tensors of a worker process are in shared memory, if the system supports this.
         """
         shapes = [((len(rows), *row_shape), dtype.str) for _, row_shape, dtype in batch_fields(self)]
         if self.with_rows:
@@ -312,12 +318,15 @@ class H5Dataset(BatchSource):
         return made
 
     def with_decode(self, decode: DecodeCrop | None, exact: bool) -> H5Dataset:
-        """Return a dataset of the same open files that decodes images by `decode`; if that is None, this dataset.
+        """Return a dataset that shares this dataset's open files, and decodes images by `decode` and `exact`.
+
+        If `decode` is None, return this dataset itself.
 
         Raises
         ------
         OptionsError
-            If `decode` does not fit the file, or if it is None and the datasets joined in this one differ in `decode`.
+            If `decode` does not fit the file. If `decode` is None, and this dataset was joined from datasets that
+            differ in `decode` or `exact`.
         """
         if decode is None:
             if not self._same_decode:
@@ -341,7 +350,7 @@ class H5Dataset(BatchSource):
             self.decoder = CropDecoder(self.path, images, decode, exact, unmoved)
 
     def read_ragged(self, name: str, rows: npt.NDArray[np.int64]) -> RaggedRows:
-        """Return rows, int64 (n,), of a field in `ragged`, after comparing their checksums if ``check=True``."""
+        """Return the values of a field in `ragged` in `rows`, int64 (n,). Verify their checksums if ``check=True``."""
         return read_ragged(self.engine, self.ragged[name], rows, check=self.check)
 
     def read_lists(
@@ -350,10 +359,10 @@ class H5Dataset(BatchSource):
         key: DrawKey = NO_KEY,
         held: Mapping[str, RaggedRows] | None = None,
     ) -> list[list[Any]]:
-        """Return, for each field in `ragged`, its values in `rows`: tensors, str or lists of str.
+        """Return, for each field in `ragged`, a list of its values in `rows`: of tensors, of str or of lists of str.
 
-        Boxes and keypoints move with images that are cropped; random crops are drawn from `key`. `held` has, by path,
-        the values in `rows` of the fields that were read before.
+        Boxes and keypoints move with images that are cropped; random crops are drawn from `key`. `held` has the values
+        in `rows` of fields that were read before, by path. These fields are not read again.
 
         Raises
         ------
@@ -387,9 +396,9 @@ class H5Dataset(BatchSource):
     def decode_rows(
         self, name: str, rows: npt.NDArray[np.int64], outs: Sequence[npt.NDArray[Any]], key: DrawKey
     ) -> None:
-        """Decode a crop of each encoded image or mask in `rows` of the file, int64 (n,), into its array in `outs`.
+        """Decode crops of the encoded images or masks in `rows` of the file, int64 (n,), into the arrays in `outs`.
 
-        Checksums are not verified.
+        ``outs[i]`` is for ``rows[i]``. Checksums are not verified.
         """
         assert self.decoder is not None
         encoded, named = self.engine.read_encoded(name, rows), partial(decoding_row, self.engine.file_row, name)
@@ -407,8 +416,8 @@ class H5Dataset(BatchSource):
         rows : ndarray
             int64 (n,), rows of the file in any order.
         out : ndarray, optional
-            (n, ...), in native byte order, to write to. For encoded images or masks it may be an array of objects,
-            (n,), which receives arrays (h, w, 3) or (h, w) of any size.
+            Array to write to: (n, ...), in native byte order. For encoded images or masks it may be an array of
+            objects, (n,), which receives arrays (h, w, 3) or (h, w) of any size. None: a new array.
         """
         values = self.engine.read_batch(name, rows, out)
         if self.check:
@@ -418,7 +427,7 @@ class H5Dataset(BatchSource):
     def stats(self) -> ReadStats:
         """Return statistics of what this process has read: rows, visits to chunks, bytes, amplification.
 
-        Each DataLoader worker has its own counters.
+        Reads in DataLoader workers are not included, because each worker has its own counters.
         """
         return self.engine.snapshot()
 

@@ -1,4 +1,4 @@
-"""Crops of encoded images: if possible, only part of an image is decoded, then resized into a batch's memory.
+"""Crops of encoded images: if possible, only a part of an image is decoded, then resized into a batch's memory.
 
 By default the pixels are exactly the same as if the whole image was decoded, then cropped and resized with torch's
 ``interpolate(mode="bilinear", antialias=True)``, which torchvision's transforms of tensors use.
@@ -40,8 +40,8 @@ Rows = npt.NDArray[np.int64]
 class DrawKey:
     """The key that, together with a sample's row number, determines the sample's random crop.
 
-    `repeat` distinguishes the copies of a row in an epoch (see `h5pack.data.draws.first_use`). It is an int, or an
-    int64 tensor (n,) with an element per sample; 0 suffices if each row comes only once.
+    `repeat` differs between the copies of a row in an epoch (see `h5pack.data.draws.first_use`). It is an int, or an
+    int64 tensor (n,) with an element per sample. It may be 0 if each row comes only once.
     """
 
     seed: int
@@ -58,7 +58,7 @@ NO_KEY = DrawKey(0, 0)
 
 
 class DrawnIndex(int):
-    """An index that a sampler yields, with the key of the sample's crop. Both are sent to a DataLoader's workers."""
+    """An index that a sampler yields, with the key of the sample's crop. Workers of a DataLoader receive both."""
 
     key: DrawKey
 
@@ -73,7 +73,7 @@ class DrawnIndex(int):
 
 
 def key_of(indices: Sequence[Any]) -> DrawKey:
-    """Return the key of indices that come from one iteration of a sampler; for other indices, a random key."""
+    """Return the key of indices that come from one iteration of an h5pack sampler; for other indices, a random key."""
     keys = [index.key for index in indices if isinstance(index, DrawnIndex)]
     if not keys or len(keys) < len(indices):
         # Use torch's random generator, as torchvision's transforms do, so that `torch.manual_seed` determines crops.
@@ -84,12 +84,12 @@ def key_of(indices: Sequence[Any]) -> DrawKey:
 
 
 class Steps(NamedTuple):
-    """How an image becomes a crop: decode a window of the image, resize the window, and cut the result out."""
+    """How an image becomes a crop: decode a window of the image, resize the window, and cut the crop out of it."""
 
     window: tuple[int, int, int, int]  # top, left, height and width, in pixels of the image
     resized: tuple[int, int]  # height and width of the resized window
-    offset: tuple[int, int]  # row and column of the resized window where the result begins; negative for padding
-    size: tuple[int, int]  # height and width of the result
+    offset: tuple[int, int]  # row and column of the resized window where the crop begins; negative if padding precedes
+    size: tuple[int, int]  # height and width of the crop, including padding
 
     def move_mask(self, mask: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """Write the crop of an image's mask, (h, w), into `out`. Each pixel is a copy of the mask's nearest pixel.
@@ -110,7 +110,10 @@ class Steps(NamedTuple):
 
 
 def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
-    """Return whether a field of this kind can be used with crops of `images`. `is_encoded`: its rows are encoded."""
+    """Return whether a field of this kind can be used with crops of `images`.
+
+    Masks must be encoded, which `is_encoded` says. Boxes and keypoints need encoded images, whose sizes are known.
+    """
     if kind in schema.PIXEL_KINDS:
         return is_encoded
     return kind not in schema.MOVED_KINDS or isinstance(images, EncodedIndex)
@@ -119,8 +122,8 @@ def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
 class CropDecoder:
     """Decodes crops of `images`, a dataset of the file `path`.
 
-    If `exact` is false, images may be decoded at a fraction of their size. `unmoved` are the masks, boxes and keypoints
-    that cannot be cropped with the images; it is an error if there are any.
+    If `exact` is false, images may be decoded at a fraction of their size. `unmoved` has the names of the masks, boxes
+    and keypoints that cannot be cropped with the images. If there are any, the constructor raises an OptionsError.
     """
 
     def __init__(self, path: str, images: ChunkIndex, crop: DecodeCrop, exact: bool, unmoved: Sequence[str]) -> None:
@@ -148,10 +151,10 @@ class CropDecoder:
         key: DrawKey,
         named: Callable[[int], Any],
     ) -> None:
-        """Decode rows of encoded bytes into `outs`, each uint8 (height, width, 3).
+        """Decode the crops of encoded images into `outs`, each uint8 (height, width, 3).
 
-        `rows` and `key` determine random crops. ``named(row)`` must return a context manager that names the row in
-        errors.
+        ``encoded[i]`` has the bytes of the image in row ``rows[i]``. `rows` and `key` determine random crops.
+        ``named(row)`` must return a context manager that names the row in errors.
         """
         headers = []
         for row, data in zip(rows.tolist(), encoded, strict=True):
@@ -171,7 +174,7 @@ class CropDecoder:
         key: DrawKey,
         named: Callable[[int], Any],
     ) -> None:
-        """Decode rows of masks, which are PNG files, and write their crops into `outs`, each (height, width).
+        """Decode masks, which are PNG files, and write their crops into `outs`, each (height, width).
 
         The other parameters are as for `decode`.
         """
@@ -184,7 +187,7 @@ class CropDecoder:
             steps.move_mask(mask, out)
 
     def placement(self, rows: Rows, sizes: npt.NDArray[np.int32], key: DrawKey) -> Placement:
-        """Return the transform that moves points in the images of `rows` to their places in the crops.
+        """Return the transform that converts coordinates in the images of `rows` to coordinates in their crops.
 
         `sizes`, (n, 2), has the heights and widths of the images.
         """
@@ -236,7 +239,7 @@ class CropDecoder:
         target.copy_(pixels)
 
     def _window(self, data: bytes, header: ImageHeader, steps: Steps) -> Pixels:
-        """Return the pixels of a window. The result may be valid only until the next call in this thread."""
+        """Return the pixels of an image's window. The next call in this thread may overwrite the result."""
         top, left, height, width = steps.window
         refuse_scans(data, header.height * header.width)
         if not self.exact and (smaller := self._scaled(data, header, steps)) is not None:
@@ -257,8 +260,8 @@ class CropDecoder:
     def _scaled(self, data: bytes, header: ImageHeader, steps: Steps) -> Pixels | None:
         """Decode the image at a fraction of its size, and return the pixels of the window.
 
-        Return None if the window is less than twice as high or as wide as the resized window, or if the image cannot be
-        decoded at a smaller size.
+        Return None if the resized window is more than half as high or more than half as wide as the window, or if the
+        image is of a kind that is decoded with Pillow.
         """
         top, left, height, width = steps.window
         share = max(one / other for one, other in zip(steps.resized, (height, width), strict=True))

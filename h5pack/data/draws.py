@@ -1,9 +1,10 @@
 """Random numbers of the samples of a batch: hashes of (seed, epoch, row, repeat, number of the draw).
 
-The hashes are computed in 64-bit integer arithmetic, exact on every device. A sample therefore gets the same draws
-on every device, for every batch size and number of ranks, and after a resume. The hash is splitmix64: a draw equals
-``derive_key(seed, epoch, row, 64 * repeat + number)`` from `h5pack.order.permutation`. For views and
-streams other than 0 (see `BatchKey` and `random_words`), (seed, epoch, stream, view, row, ...) is hashed instead.
+The hashes are computed in 64-bit integer arithmetic, which is exact on every device. A sample therefore gets the same
+draws on every device, for every number of ranks, and after a resume. They depend on the batch size only if an epoch has
+several copies of a row (see `first_use`). The hash is splitmix64: a draw equals ``derive_key(seed, epoch, row, 64 *
+repeat + number)`` from `h5pack.order.permutation`. If the view or the stream is not 0 (see `BatchKey` and
+`random_words`), a draw equals ``derive_key(seed, epoch, stream, view, row, 64 * repeat + number)``.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from h5pack.order.permutation import derive_key
 from h5pack.system.arrays import SPLITMIX64_FACTORS, SPLITMIX64_GAMMA
 
 DRAWS = 64
-"""Number of draws that are reserved for each repeat of a row."""
+"""Number of draws that are reserved for each copy of a row in an epoch."""
 TRIES = 10
-"""Number of random rectangles to try per image, for a crop or a box to erase. If none of them fits into the image, the
-crop's fallback is used, or nothing is erased."""
+"""Number of random rectangles to try per image, for a crop or for a box to erase. If none of them fits into the image,
+a crop uses its fallback window, and no box is erased."""
 CROP_STREAM = 1
 """The stream of draws (see `random_words`) from which resized crops are drawn."""
 STEPS = 4096
@@ -44,16 +45,17 @@ class BatchKey:
 
     rows: torch.Tensor  #: The index of each sample in the file's datasets: int64, (N,), on the images' device.
     epoch: int
-    repeats: int | torch.Tensor = 0  #: Differs between the uses of a row in an epoch: an int, or int64, (N,).
+    repeats: int | torch.Tensor = 0  #: Differs between the copies of a row in an epoch: an int, or int64, (N,).
     view: int = 0  #: Which of several augmented views of the same images: 0, 1, ...
 
 
 def first_use(batch: int, rank: int, rank_rows: int) -> int:
-    """Return the use number of the first of `rank_rows` rows in a rank's batch.
+    """Return the use number of the first row of a rank's batch, which has `rank_rows` rows.
 
-    If an epoch has several copies of a row, use numbers serve as the `repeats` of their keys, so that each copy has
-    random numbers of its own. They differ between all rows of an epoch, and are consecutive in the joint batch of all
-    ranks, so they do not depend on the number of ranks.
+    The rows of the batch have consecutive use numbers. If an epoch has several copies of a row, the use number of each
+    copy is in the `repeats` of its `BatchKey`, so that each copy has random numbers of its own. All rows of an epoch
+    have different use numbers if the global batch (all ranks together) has at most 2^20 rows. The use numbers of a
+    global batch are consecutive, so they do not depend on the number of ranks.
     """
     return (batch << _MAX_BATCH_BITS) + rank * rank_rows
 
@@ -79,8 +81,8 @@ def key_base(key: BatchKey, seed: int, stream: int = 0) -> int | torch.Tensor:
     """Return the part of the hash that all samples of a batch share, as a signed 64-bit integer.
 
     It is ``derive_key(seed, epoch)`` in view 0 of stream 0, else ``derive_key(seed, epoch, stream, view)``. While
-    torch.compile traces a call, the result is an int64 tensor (), not an int. Dynamo would turn an int epoch, which
-    changes between calls, into a symbol, and products of symbols must not exceed 64 bits.
+    torch.compile traces a call, the result is an int64 tensor (), not an int. The reason is that the epoch changes
+    between calls, so Dynamo would turn an int into a symbol, and products of symbols must not exceed 64 bits.
     """
     parts = (seed, key.epoch, stream, key.view) if stream or key.view else (seed, key.epoch)
     if not torch.compiler.is_compiling():
@@ -92,7 +94,7 @@ def key_base(key: BatchKey, seed: int, stream: int = 0) -> int | torch.Tensor:
 
 
 def signed(value: int) -> int:
-    """Return the signed 64-bit integer with the same lower 64 bits, as torch.int64 requires."""
+    """Return the signed 64-bit integer, for torch.int64, that has the same lower 64 bits as `value`."""
     return ((value + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)
 
 
@@ -122,8 +124,8 @@ def crop_windows(key: BatchKey, seed: int, crop: RandomResizedCrop, height: Any,
     `height` and `width` are ints for images of one size, else int64 tensors, (N,).
     """
     words = random_words(key, seed, 4 * TRIES, stream=CROP_STREAM)
-    # `first_that_fits` takes the ratio as height / width, but a crop's ratio is width / height. So exchange the sides.
-    # With ``smallest=1`` a window may be as large as the image.
+    # For `first_that_fits`, a ratio is height / width, but the ratio of a crop is width / height. So exchange the
+    # sides. With ``smallest=1`` a window may be as large as the image.
     fits, window_width, window_height, word_top, word_left = first_that_fits(
         words, crop.scale, crop.ratio, width, height, smallest=1
     )
@@ -147,11 +149,13 @@ def first_that_fits(
 ) -> list[torch.Tensor]:
     """Choose the first of each sample's ten rectangles that fits into the image.
 
-    A rectangle fits if its height is from `smallest` to ``height - 1 + smallest``, and its width in the same way.
-    Return whether one fits (bool), its height, its width, and the two random words for its position (int64); each (N,).
-    `words` is int64, (N, 4 * TRIES). `height` and `width` are ints, or int64 tensors (N,). A rectangle's sides are
-    ``sqrt(area * ratio)`` and ``sqrt(area / ratio)``, as in torchvision. The square roots are fixed-point integers from
-    tables, because ``exp`` rounds differently on different devices.
+    A rectangle fits if its height is from `smallest` to ``height - 1 + smallest``, and its width is from `smallest` to
+    ``width - 1 + smallest``. Return whether a rectangle fits (bool), the height and width of the chosen rectangle, and
+    two random words for its position (int64); each (N,). If no rectangle fits, the values are those of the first one.
+
+    `words` is int64, (N, 4 * TRIES). `height` and `width` are ints, or int64 tensors (N,). The height and width of a
+    rectangle are ``sqrt(area * ratio)`` and ``sqrt(area / ratio)``, as in torchvision. The square roots are fixed-point
+    integers from tables, because ``exp`` rounds differently on different devices.
     """
     tries = words.reshape(-1, TRIES, 4)
     shares, ratios, inverses = side_tables(scale, ratio, words.device)
@@ -167,7 +171,7 @@ def first_that_fits(
     heights = (side * ratios[steps[..., 1]] + (_UNIT * _UNIT >> 1)) >> (2 * _UNIT_BITS)
     widths = (side * inverses[steps[..., 1]] + (_UNIT * _UNIT >> 1)) >> (2 * _UNIT_BITS)
     fits = (heights < height + smallest) & (widths < width + smallest) & (heights >= smallest) & (widths >= smallest)
-    # argmax returns the first rectangle that fits, and 0 if none fits.
+    # argmax returns the index of the first rectangle that fits, and 0 if none fits.
     first = fits.to(torch.int32).argmax(1, keepdim=True)
     parts = (heights, widths, tries[..., 2], tries[..., 3])
     return [fits.any(1), *(part.gather(1, first)[:, 0] for part in parts)]
@@ -196,7 +200,7 @@ def side_tables(scale: tuple[float, float], ratio: tuple[float, float], device: 
 
 
 def cached_table(name: tuple[object, ...], device: torch.device, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return the table called `name` on a device, from the cache or made by ``make()``."""
+    """Return the table called `name` on a device: from the cache, or else from ``make()``."""
     # While torch.compile traces this call, tensors are symbolic. They must not be mixed with tensors of the cache.
     if torch.compiler.is_compiling():
         return make().to(device)

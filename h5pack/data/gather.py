@@ -1,4 +1,4 @@
-"""Rows that are copied from memory to batches: from the page cache, from decoded chunks, or from held small fields."""
+"""Rows that are copied from memory to batches: from the page cache, decoded chunks, or small fields held in memory."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class HeldRows:
     def __init__(self, dataset: H5Dataset, name: str, rows: RowNumbers) -> None:
         self._start = int(rows[0]) if len(rows) else 0
         consecutive = not len(rows) or int(rows[-1]) - self._start + 1 == len(rows)
-        # Row numbers can take more memory than the rows, so do not store them if the rows are consecutive.
+        # Row numbers can take more memory than the values, so do not store them if the rows are consecutive.
         self._rows = None if consecutive else np.asarray(rows)
         self._values = read_small_rows(dataset, name, rows)
 
     def gather(self, rows: npt.NDArray[np.int64], out: npt.NDArray[Any]) -> None:
-        """Copy `rows`, int64 (n,), in this order to `out`, (n, ...), which is C-contiguous and may have any dtype."""
+        """Copy `rows`, int64 (n,), in this order to `out`, (n, ...), C-contiguous, and convert them to its dtype."""
         positions = rows - self._start if self._rows is None else np.searchsorted(self._rows, rows)
         if out.dtype == self._values.dtype:
             np.take(self._values, positions, axis=0, out=out, mode="clip")
@@ -40,7 +40,8 @@ class HeldRows:
 def list_sizes(dataset: H5Dataset, rows: range, max_bytes: int) -> dict[str, int]:
     """Choose fields whose rows differ in length, smallest first, as long as they fit into `max_bytes` together.
 
-    Return the size in bytes of each chosen field, by name: its values in `rows`, and the offsets of all its rows.
+    Return the size in bytes of each chosen field, by name. The size is that of the field's values in `rows`, plus that
+    of the offsets of all rows in the file.
     """
     sizes = {
         name: int(index.offsets[rows.stop] - index.offsets[rows.start]) * index.data.row_bytes + index.offsets.nbytes
@@ -55,7 +56,7 @@ def list_sizes(dataset: H5Dataset, rows: range, max_bytes: int) -> dict[str, int
 
 @dataclass(frozen=True)
 class RowLocations:
-    """Locations of rows, to pass to `gather`: `positions`, int64 (n,), and the numbers of the files that have them."""
+    """Locations of rows, to pass to `gather`: `positions`, int64 (n,), and the numbers of the files with these rows."""
 
     positions: npt.NDArray[np.int64]
     files: list[int]
@@ -64,10 +65,12 @@ class RowLocations:
 class CachedRows:
     """Rows of a dataset in the page cache. They are copied from a mapping of the file, in the stored byte order.
 
-    One call copies all rows of a batch without the GIL: ``np.take`` if the chunks are adjacent, else
-    ``torch.index_select``. Speeds as multiples of ``np.take`` from private memory (2 cores, one thread): ``np.take``
-    1.01 for rows of 150 KB and 0.95 for 3 KB; ``torch.index_select`` 0.94 for 116 KB and 0.84 for 3 KB; a loop in
-    Python, which would hold the GIL, 1.01 for 116 KB and 0.36 for 3 KB.
+    One call copies many rows without the GIL: ``np.take`` if the rows form an array (`MappedDataset.array`), else
+    ``torch.index_select``. Speeds as multiples of the speed of ``np.take`` from private memory (2 cores, one thread):
+
+    - ``np.take``: 1.01 for rows of 150 KB, 0.95 for rows of 3 KB.
+    - ``torch.index_select``: 0.94 for rows of 116 KB, 0.84 for rows of 3 KB.
+    - A loop in Python, which would hold the GIL: 1.01 for rows of 116 KB, 0.36 for rows of 3 KB.
     """
 
     def __init__(self, mapped: MappedDataset) -> None:
@@ -76,15 +79,15 @@ class CachedRows:
             self._unit, self._windows = _windows(mapped)
 
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Return whether rows can be copied now, without waiting; see `MappedDataset.ready`."""
+        """Return whether rows ``first[i]`` to ``last[i]`` can be copied now (see `MappedDataset.ready`)."""
         return self.mapped.ready(first, last)
 
     def load(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Load rows from the disk, and return whether they can be copied now; see `MappedDataset.load`."""
+        """Load rows ``first[i]`` to ``last[i]``; return whether they can be copied (see `MappedDataset.load`)."""
         return self.mapped.load(first, last)
 
     def locate(self, rows: npt.NDArray[np.int64]) -> RowLocations:
-        """Return the locations of rows, int64 (n,). It is fastest to locate many, mostly ascending rows at once."""
+        """Return the locations of `rows`, int64 (n,). It is fastest to locate many, mostly ascending rows at once."""
         if self.mapped.array is not None:
             return RowLocations(self.mapped.positions(rows), self.mapped.files(rows))
         return RowLocations(self.mapped.offsets(rows) // self._unit, self.mapped.files(rows))
@@ -109,7 +112,7 @@ class DecodedRows:
         self._decoded = decoded
 
     def ready(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
-        """Return whether rows can be copied now; see `DecodedDataset.ready`."""
+        """Return whether rows ``first[i]`` to ``last[i]`` can be copied now (see `DecodedDataset.ready`)."""
         return self._decoded.ready(first, last)
 
     def load(self, first: npt.NDArray[np.int64], last: npt.NDArray[np.int64]) -> bool:
@@ -117,7 +120,7 @@ class DecodedRows:
         return False
 
     def locate(self, rows: npt.NDArray[np.int64]) -> RowLocations:
-        """Return the locations of rows, int64 (n,)."""
+        """Return the locations of `rows`, int64 (n,): the row numbers themselves."""
         return RowLocations(rows, [])
 
     def gather(self, found: RowLocations, out: npt.NDArray[Any]) -> None:
@@ -129,8 +132,8 @@ class DecodedRows:
 def _windows(mapped: MappedDataset) -> tuple[int, torch.Tensor]:
     """Return (unit, windows); `windows` is a view of the mapping as overlapping windows, each of the size of a row.
 
-    ``windows[i]`` begins at byte ``i * unit``, so ``windows[offset // unit]`` is the row at an offset. The unit, up to
-    16 bytes, divides the size of a row and the offset of every row.
+    ``windows[i]`` begins at byte ``i * unit``, so ``windows[offset // unit]`` is the row at byte `offset`. `unit` is a
+    number of up to 16 bytes that divides the size of a row and the offset of every row.
     """
     data, size = mapped.mapping.bytes, mapped.index.row_bytes
     common = int(np.gcd.reduce(np.append(mapped.starts, size)))

@@ -41,11 +41,11 @@ class Closeable:
 class BatchIterator(Closeable, Iterator[Any]):
     """Base class of iterators over batches. The end of a ``with`` block closes the iterator.
 
-    If several threads share an iterator, each batch goes to one of them, and all get StopIteration at the end.
+    If several threads share an iterator, each batch goes to one of them, and all get StopIteration at the end. After an
+    error or `close()`, ``next`` raises `LoaderError`; after the last batch, StopIteration.
 
-    A subclass implements `_next_batch` and `_release`, and may extend `_finish`. After an error or `close()`, ``next``
-    raises `LoaderError`; after the last batch, StopIteration. `loader` is the loader's name in messages such
-    as ``"begin a new one with iter(loader)"``.
+    A subclass implements `_next_batch` and `_release`, and may extend `_finish`. `loader` is the loader's name in
+    messages such as ``"begin a new one with iter(loader)"``.
     """
 
     def __init__(self, loader: str = "loader") -> None:
@@ -73,7 +73,7 @@ class BatchIterator(Closeable, Iterator[Any]):
                 self._finish()
                 raise
             except BaseException:
-                # Any error, such as a KeyboardInterrupt, may leave this iterator in an inconsistent state.
+                # After an error, such as a KeyboardInterrupt, this iterator may be in an inconsistent state.
                 self._broken = "failed"
                 self._release()
                 raise
@@ -89,10 +89,10 @@ class BatchIterator(Closeable, Iterator[Any]):
         raise NotImplementedError
 
     def _release(self) -> None:
-        """Stop threads and free memory. The base class may call this several times."""
+        """Stop threads and free memory. The base class may call this several times; the default does nothing."""
 
     def _finish(self) -> None:
-        """Move the state to the start of the next epoch. Called after the last batch; does nothing by default."""
+        """Move the state to the start of the next epoch. Called after the last batch; the default does nothing."""
 
 
 class Ended:
@@ -129,7 +129,7 @@ class ReusableThread(threading.Thread):
         return ended
 
     def end(self) -> None:
-        """End the thread once it runs no function. The garbage collector may call this, so it takes no lock."""
+        """End the thread, after the function that it runs. The garbage collector may call this, so it takes no lock."""
         self._calls.put(None)
 
     def run(self) -> None:
@@ -171,7 +171,7 @@ class IdleThreads:
             self.close()
 
     def close(self) -> None:
-        """End the idle threads now, and the others when their functions end. The garbage collector may call this."""
+        """End idle threads now, and busy threads when their functions end. The garbage collector may call this."""
         self._closed = True
         with contextlib.suppress(IndexError):
             while True:
@@ -219,15 +219,18 @@ class BackgroundThreads:
 
         Do nothing in another process, in one of these threads, or in the thread that is inside ``next``.
         """
-        # The garbage collector may run this in one of the threads, which would wait for itself. A signal handler may
-        # run it inside ``next``, while this thread holds a lock that the threads need.
+        # The garbage collector may call this in one of the threads, which would then wait for itself. A signal handler
+        # may call this inside ``next``, while the interrupted code holds a lock that the threads need.
         inside = threading.current_thread() in self.threads or threading.get_ident() == self.consumer
         if self.process == os.getpid() and not inside:
             for ended in self._ended:
                 ended.wait()
 
     def stop_with(self, owner: object) -> weakref.finalize[..., object]:
-        """Stop the threads when `owner`, which they must not reference, is garbage-collected. Return the finalizer."""
+        """Stop the threads when `owner` is garbage-collected. Return the finalizer.
+
+        The threads must not reference `owner`, which would otherwise never be garbage-collected while they run.
+        """
         finalizer = weakref.finalize(owner, self.stop)
         finalizer.atexit = False
         return finalizer
@@ -255,7 +258,7 @@ def _stop_all() -> None:
         idle.close()
     for thread in threading.enumerate():
         if isinstance(thread, ReusableThread):
-            # If an interrupt came while this thread moved from or to the idle threads, neither loop above ended it.
+            # If an interrupt came while this thread moved from or to the idle threads, no loop above has ended it.
             thread.end()
             thread.join(5.0)
 
@@ -263,7 +266,7 @@ def _stop_all() -> None:
 class _SerialTorch(threading.local):
     """Context in which torch's operations run in the calling thread only, if torch uses OpenMP.
 
-    `torch.set_num_threads` would change the number for the whole process.
+    `torch.set_num_threads` is not used, because it would change the number of threads for the whole process.
     """
 
     _inside = False
@@ -273,7 +276,9 @@ class _SerialTorch(threading.local):
     def __enter__(self) -> None:
         # torch's first call in a thread sets OpenMP's number of threads. Make that call before setting the number to 1.
         torch.get_num_threads()
-        if not self._inside:  # else a signal handler has interrupted the last `__exit__`
+        # If `_inside` is still true, this is a signal handler that has interrupted `__exit__`. Then `_before` is the
+        # number to restore already.
+        if not self._inside:
             self._before = self._get()
         self._inside = True
         self._set(1)

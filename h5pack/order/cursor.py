@@ -190,8 +190,10 @@ class EpochCursor:
                 if name in _OF_SPLIT:
                     saved, ours = _rows_text(order), _rows_text(self.identity)
                     chosen = "split" if "start" in order and "start" in self.identity else "split, indices or Subset"
-                    problem = "for {saved} of its file, but this sampler or loader is for {ours}; resume with the same "
-                    problem += chosen
+                    problem = (
+                        "for {saved} of its file, but this sampler or loader is for {ours}; "
+                        "resume with the same " + chosen
+                    )
                 problem = problem.format(parameter=parameter, saved=saved, ours=ours)
                 raise StateError(f"the state was saved {problem}", parameters=(parameter,))
         if self._num_replicas is not None and saved_ranks is not None and saved_ranks != self._num_replicas:
