@@ -49,7 +49,8 @@ from h5pack.system.progress import progress_bar
 
 _MAX_THREADS = 4
 _TRIED = (1, 2, 4, 8, 16)
-"""Default numbers of threads and workers to compare, up to the number of CPUs. That number is added if below 16."""
+"""Default numbers of threads and workers to compare. Numbers above the number of CPUs are left out. The number of CPUs
+is added if it is below 16."""
 _WARM_SHARE, _COMPARE_SHARE, _FINALISTS_SHARE, _SETTINGS_SHARE = 0.1, 0.2, 0.5, 0.25
 """Fractions of the remaining time for warming up, for comparing variants, for measuring the fastest variants again, and
 for measuring each of two sets of loader settings."""
@@ -333,7 +334,7 @@ class BenchRun:
         if chosen is not None and not report.missing:
             comparison.measure_first_epoch(chosen)
             report.recommendation = choose(comparison.findings)
-        # More time would not help if all cases that decide failed, or if the settings exclude all of them.
+        # More time would not help if all the deciding cases failed, or if the settings exclude all of them.
         elif not failed.issuperset(case for case in every if case == workload.case(case.variant, judged_by)):
             needed = report.seconds["packing"] + report.seconds["warming up"] + (MIN_REPEATS + 1) * turn
             report.enough_seconds = math.ceil(LEEWAY * max(needed, settings.seconds))

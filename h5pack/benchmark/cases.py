@@ -62,7 +62,7 @@ LEEWAY = 1.25
 NO_TIME = "there was no time to measure this"
 
 MIN_ROWS, _MIN_BYTES = 256, 64 * 1024 * 1024
-"""A sample with fewer rows and fewer bytes is too small to compare variants, whatever its speed."""
+"""A sample with fewer rows and fewer bytes than these is too small to compare variants, whatever its speed."""
 _MIN_CASE_SECONDS = {"hot": 0.14, "cold": 0.2}
 _DECODE_BUDGET_BYTES = 2**30
 
@@ -286,9 +286,10 @@ class CaseRepeats:
         return cls(run_off if run_off is not None and len(run_off.speeds) >= MIN_TURNS else every, every)
 
     def beside(self, other: CaseRepeats) -> tuple[Measurement, Measurement]:
-        """Return the measurements of this case and of `other` to compare.
+        """Return two measurements to compare: one of this case, and one of `other`.
 
-        These are `stated` of both if at least `MIN_TURNS` turns measured both, else `every` of both.
+        If at least `MIN_TURNS` turns of the two `stated` measured both cases, return the two `stated`. Otherwise,
+        return the two `every`.
         """
         if len(self.stated.ratios(other.stated)) >= MIN_TURNS:
             return self.stated, other.stated
@@ -402,7 +403,7 @@ class SweepTable:
     If `run_off` is given, the repeats of the run-off are combined with those of the same case (see `CaseRepeats`).
 
     Cases may also differ in batch size, window, threads or workers. For each order, engine and page-cache state, the
-    table holds only the cases with the usual settings: those that were measured first. All other cases are in `others`.
+    table holds only the cases with the same settings as the first of `measurements`. All other cases are in `others`.
     The variants are sorted: the input file, the uncompressed variants by ascending chunk size, the contiguous variant,
     and the compressed variants by ascending chunk size.
     """

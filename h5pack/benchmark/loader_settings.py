@@ -91,8 +91,8 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
     """Return the recommended number of workers for a DataLoader, and the reason.
 
     One worker per CPU is recommended, or another number if that is faster. If one per CPU was not measured, the fastest
-    of the measured numbers is recommended. If one per CPU was measured with fewer than `MIN_REPEATS` repeats, or if all
-    numbers were, return one per CPU without a reason.
+    of the measured numbers is recommended. Numbers measured with fewer than `MIN_REPEATS` repeats are ignored. If one
+    per CPU is such a number, or if no other numbers were measured, return one per CPU without a reason.
     """
     case = replace(picked.case, num_threads=1)
     tried = {
@@ -118,7 +118,7 @@ def pick_workers(picked: Measurement, run_off: Sequence[Measurement], workload: 
 def _by_count(name: str, tried: dict[int, Measurement], best: Measurement, most: int = sys.maxsize) -> str:
     """Return a text with the speeds of other values of a setting, as multiples of the recommended value's speed.
 
-    Values above `most` are not recommended, even if they are faster. For `num_threads`, it is the number of CPUs.
+    Values above `most` are not recommended, even if they are faster. For `num_threads`, `most` is the number of CPUs.
     """
     ratios = {value: one.ratios(best) or (one.median / best.median,) for value, one in tried.items() if one is not best}
     others = [f"{name}={value} gives {ratio_text(found)}" for value, found in sorted(ratios.items())]
@@ -126,12 +126,12 @@ def _by_count(name: str, tried: dict[int, Measurement], best: Measurement, most:
     if any(value > most and max(found) >= 1 for value, found in ratios.items()):
         text += f"; there are too few CPUs for more than {most} threads"
     unclear = [f"{name}={value}" for value, found in sorted(ratios.items()) if max(found) >= 1 and value <= most]
-    which = f" to {listed(unclear)}" if len(ratios) > 1 else ""
+    which = f" from {listed(unclear)}" if len(ratios) > 1 else ""
     return f"{text}; the difference{which} is not clear" if unclear else text
 
 
 def plan_chunk_cache(variant: FileVariant, window: int, workload: Workload) -> CachePlan | None:
-    """Return the chunk cache for reading a converted file with h5py; None for the input file or without chunks."""
+    """Return the chunk cache for reading a converted file with h5py; None for the input file and contiguous files."""
     if variant.is_input or variant.chunk_rows is None:
         return None
     shape, chunks = (workload.num_images, *workload.row_shape), (variant.chunk_rows, *workload.row_shape)

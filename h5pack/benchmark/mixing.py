@@ -93,7 +93,8 @@ class MixingReport:
     # - the mean label distance of batches of one row, minus `expected_distance`. This is small if there are more
     #   classes than rows per batch.
     allowed_distance: float | None
-    # Smallest window shown to mix labels as well as a full shuffle; None if there is none, or without integer labels.
+    # Smallest window shown to mix labels as well as a full shuffle. None if there is no such window, or without integer
+    # labels.
     enough_window: int | None
     orders: tuple[OrderMixing, ...]  # The windows in ascending order, then the full shuffle, then the stored order.
 

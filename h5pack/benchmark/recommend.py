@@ -66,7 +66,7 @@ class Recommendation:
     # None if no ceiling was measured.
     of_ceiling: tuple[float, float, float] | None = None
     ceiling_threads: int = 0  # Number of threads that measured the ceiling.
-    ties: tuple[str, ...]  # Labels of this variant and of those without a clear difference to it; all if not compared.
+    ties: tuple[str, ...]  # Labels of this variant and of those not clearly different from it; all if not compared.
     compared: bool = True  # Whether variants were compared; False if the sample is too small, or if `hardly_matters`.
     hardly_matters: bool = False  # Whether all images are read so fast that no other variant can save much time.
     memory_images: int = 0  # Number of images that fit into half of the available memory.
@@ -102,7 +102,7 @@ class Findings:
 
     @property
     def cases(self) -> dict[BenchCase, FileVariant]:
-        """The cases that compare variants; the values are the variants.
+        """The cases that compare variants, each with its variant.
 
         A contiguous copy is left out, because `convert` does not write contiguous files.
         """
@@ -251,8 +251,8 @@ def _pick_variant(found: Sequence[_Compared], workload: Workload, *, compare: bo
     - If the usual variant is the input file, apply these rules to the variants that are faster than the input file. If
       there are none, return the input file.
     - Otherwise, find the variants that are faster than the usual one (see `_Compared.is_faster`) and at least `WORTH`
-      times as fast in the median. Return the fastest of them. If several are fastest, return the one of least effort
-      among these, so that noise does not decide. If no variant is that much faster, return the usual one.
+      times as fast in the median. Return the fastest of them. If several are equally fast, return the one of least
+      effort among these, so that noise does not decide. If no variant is that much faster, return the usual one.
     """
 
     def least_effort(some: Sequence[_Compared]) -> _Compared:
@@ -374,7 +374,7 @@ def _comparison(picked: _Compared, found: Sequence[_Compared], workload: Workloa
     texts = []
     for begin, some, end in (
         ("Probably faster than {}", faster, f"; {chance}, so {why}"),
-        ("No clear difference to {}", equal, f"; {noise}{why}"),
+        ("No clear difference from {}", equal, f"; {noise}{why}"),
         ("Probably slower than {}", below, ""),
         ("Slower than {} in this run", slower, ""),
     ):
@@ -407,7 +407,7 @@ def _relative(some: Sequence[_Compared], picked: _Compared, workload: Workload) 
         texts.append(f"{name} {ratio_text(ratios)}")
         mine, others = picked.beside(one)
         if picked.is_faster(one) and not mine.is_faster(others, MIN_TURNS):
-            # Only the sign test has decided, so give what it counts.
+            # Only the sign test shows that the variant is slower, so state the numbers that this test uses.
             turns = one.ratios(picked, all_turns=True)
             below = sum(ratio < TIE for ratio in turns)
             texts[-1] += f", by over {100 - 100 * TIE:.0f} % in {below} of {len(turns)} turns"

@@ -386,7 +386,7 @@ def _legend(report: BenchReport) -> list[str]:
     chosen, engines = report.recommendation, {one.case.engine for one in report.measurements}
     marks = [] if chosen is None else ["> recommended"]
     if chosen is not None and chosen.compared and len(chosen.ties) > 1:
-        marks.append("= no clear difference to the recommended one")
+        marks.append("= no clear difference from the recommended one")
     if any(variant.compression != "none" for variant in report.variants):
         marks.append("chunk: uncompressed size x (stored bytes / uncompressed bytes, of all images)")
     readers = {
@@ -398,7 +398,7 @@ def _legend(report: BenchReport) -> list[str]:
         *marks,
         *(f"{name}: {text}" for name, text in readers.items() if name in engines),
         "sequential: as stored; window: window shuffle; full: full shuffle; single: one random index a call",
-        f"without ±: fewer than {MIN_REPEATS} short repeats, which may be much slower than a whole training",
+        f"without ±: fewer than {MIN_REPEATS} repeats, which are short and may be much slower than a whole training",
         "speeds are medians of repeats, but ratios compare repeats of the same turn, so the two may differ",
     ]
 

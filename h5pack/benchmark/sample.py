@@ -387,7 +387,7 @@ def _make_variants(
                 late.append(label)
                 continue
             path = base.parent / f"{count}-{compression}.h5".replace(":", "-")
-            # Use one process: with workers, these few rows take as long.
+            # Use one process, because workers would not pack these few rows faster.
             convert(base, path, num_workers=1, order="sorted", chunk_rows=count, compression=compression, **kept)
         made.append(_variant(H5Dataset(path), label, compression))
     made.sort(key=lambda one: (settings.compression.index(one.compression), one.chunk_rows or 0))

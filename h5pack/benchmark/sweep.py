@@ -94,7 +94,7 @@ class CaseReader:
             epoch.close()  # type: ignore[attr-defined]
             if once or elapsed >= seconds:
                 break
-        # Count the rows again. Only now, when no thread is reading, their number matches the number of bytes.
+        # Count the rows again. Their number matches the number of bytes only now, when no thread is reading.
         now, counted = self._bytes_read(), max(self._rows_read() - before, self._rows - given)
         if not self.counts_bytes or requested is None or now is None or not counted:
             return ReadTiming(rows, elapsed, None)
@@ -182,7 +182,7 @@ class LoaderReader(CaseReader):
         return self._dataset.stats().rows
 
     def _bytes_read(self) -> int | None:
-        # The base class counts the bytes of read calls, but H5Loader copies rows in the page cache without read calls.
+        # The base class counts the bytes of read calls. H5Loader copies rows from the page cache without read calls.
         return self._dataset.stats().bytes_read
 
     def hit_rate(self) -> float | None:
@@ -353,7 +353,7 @@ class Sweep:
         self._turn = 0  # The number of turns so far, of all calls of `measure`.
 
     def warm(self, seconds: float) -> None:
-        """Load all variants into the page cache. Of the input file, load only as much as `seconds` allow."""
+        """Load all variants into the page cache, but only as much of the input file as `seconds` allow."""
         for label, variant in self._variants.items():
             rows = max(1, min(variant.rows, _WARM_BYTES // variant.row_bytes))
             self._read_epoch(BenchCase(label, "window", "direct", "hot", rows, 16, 1), seconds / len(self._variants))
@@ -392,8 +392,8 @@ class Sweep:
         turn.
 
         Each case gets a share of the time in proportion to its `min_seconds`, so slow cases get fewer repeats, maybe
-        none. With `end`, each case gets `MIN_REPEATS` repeats even if that takes longer, except for repeats that would
-        end after `end`. With `ceilings`, the ceiling is measured after each repeat of an H5Loader.
+        none. If `end` is given, each case gets `MIN_REPEATS` repeats even if that takes longer than `seconds`, but no
+        repeat that would end after `end`. With `ceilings`, the ceiling is measured after each repeat of an H5Loader.
 
         If `reload_each_repeat` is true, the file is loaded into the page cache again before each repeat, provided that
         time remains for enough repeats. The reason: speeds differ by up to a fifth depending on where in memory the

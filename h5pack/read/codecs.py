@@ -193,8 +193,8 @@ def fletcher32(data: Bytes) -> tuple[int, int]:
     weights = np.stack([np.ones(_FLETCHER_WORDS), np.arange(_FLETCHER_WORDS, 0, -1)], axis=1)
     sums = padded.view(">u2").reshape(blocks, _FLETCHER_WORDS).astype(np.float64) @ weights
     plain, weighted = sums.astype(np.int64).T
-    # A word's weight in `weights` is the number of words from it to the end of its block. The weight n - i also counts
-    # the words of all later blocks, of which there are `behind`.
+    # A word's weight in `weights` is the number of words from it to the end of its block. To get the
+    # weight n - i, add `behind`, the number of words in all later blocks.
     behind = np.arange(blocks)[::-1] * _FLETCHER_WORDS % 65_535
     return _folded(int(plain.sum())), _folded(int((weighted + plain % 65_535 * behind).sum()))
 

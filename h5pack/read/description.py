@@ -197,8 +197,8 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
                     row = int(np.searchsorted(index.offsets, row, "right")) - 1
                     start, stop = int(index.offsets[row]), int(index.offsets[row + 1])
                 shift = int(data.shifts[at])
-                # Rows of a source without allocated storage are fill values. They may be missing in `stored`, because
-                # rows that no mapping covers have such a source, too.
+                # If the source has no allocated storage, compare fill values. Do not read them from `stored`, which
+                # may lack these rows: the source may be the placeholder for rows that no mapping covers.
                 fill = source.index.fill * (stop - start) if source.index.is_empty else b""
                 if crc32(fill or np.ascontiguousarray(stored[start + shift : stop + shift])) != int(checksums[row]):
                     changed = source.file.path

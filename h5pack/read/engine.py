@@ -472,7 +472,7 @@ class Engine:
             raise DamagedRowsError.at(path, problem, dataset=name, rows=damaged)
 
     def prefetch(self, plan: ScatterPlan) -> None:
-        """Start reading a plan's bytes into the page cache, without waiting. Skip them if a test finds them there."""
+        """Start reading a plan's bytes into the page cache, without waiting. Skip bytes that seem to be there."""
         size = plan.index.row_bytes
         for extents in plan.by_file():
             if not extents.absent:

@@ -92,7 +92,7 @@ class FileMapping:
             start = self._address + base
             if _mmap(start, count, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, storage.open(), 0) != start:
                 raise_errno()
-        # The advice fails on kernels without huge pages.
+        # madvise fails on kernels without huge pages.
         self._has_advice = _kernel_reads_blocks() and not _madvise(self._address, len(self.bytes), MADV_HUGEPAGE)
         # For each block, the number of its file; -1 in gaps.
         numbers = np.arange(-(-size // _BLOCK)) * _BLOCK
@@ -107,7 +107,7 @@ class FileMapping:
 
     @classmethod
     def open(cls, storages: Sequence[Storage], bases: Sequence[int]) -> FileMapping | None:
-        """Map the files of storages, file k at ``bytes[bases[k]]``; return None if the system cannot map them."""
+        """Map the files of `storages`; file k begins at ``bytes[bases[k]]``. Return None if they cannot be mapped."""
         # Only Linux can load pages into the page table without the risk of a SIGBUS.
         if sys.platform != "linux":
             return None
@@ -158,7 +158,9 @@ class FileMapping:
         return all_between(starts // _BLOCK, (np.minimum(stops, self._ends[-1]) - 1) // _BLOCK)
 
     def _check(self, wanted: npt.NDArray[np.int64], max_absent: float) -> bool:
-        """Load the blocks `wanted` into the page table, several consecutive ones per system call.
+        """Make sure that the blocks `wanted` are in the page table. Load several consecutive blocks per system call.
+
+        Skip the blocks that this process checked less than `CHECK_SECONDS` ago.
 
         Return False on an error, or if a larger share than `max_absent` of one call's pages is not in the page cache.
         """
@@ -205,7 +207,10 @@ class FileMapping:
             storage.identity.require(storage.path, descriptor)
 
     def _opened_files(self) -> list[tuple[Storage, int, int]]:
-        """Return (storage, descriptor, size) of each file. Check once a second that its path leads to that file."""
+        """Return (storage, descriptor, size) of each file.
+
+        At most once a second, `Storage.open` checks that the paths still lead to the files that were indexed.
+        """
         checked, files = self._opened
         if time.monotonic() - checked > CHECK_SECONDS:
             files = [(storage, storage.open(), storage.identity.size) for storage in self._storages]
@@ -216,8 +221,8 @@ class FileMapping:
         """Load ``bytes[start:stop]``, which belong to file `number`, into the page table; return False on an error.
 
         Also return False if a larger share than `max_absent` of the pages is not in the page cache. If `loaded` is
-        true, the bytes were loaded before. If they are also still in the page cache, they are not loaded again, because
-        checking them is seven times as fast.
+        true, the bytes were loaded before. In this case, do not load them again if mincore shows that all of them are
+        still in the page cache. This check is seven times as fast as loading them.
         """
         share = self._cached_share(number, start, stop)
         if share < 1 - max_absent:

@@ -169,7 +169,7 @@ def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
 
 
 def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, depth: int) -> ChunkIndex:
-    """Return `index` with the locations of the rows in the dataset's file. `index` is that of a link to `dataset`."""
+    """Return `index`, the index of a link to `dataset`, with the locations of the rows in the file of `dataset`."""
     there = index_rows(dataset.file, dataset, dataset.name.lstrip("/"), visited, depth)
     file = _identify(dataset.file)
     if there.library_reason is not None or not index.rows or not index.row_bytes:

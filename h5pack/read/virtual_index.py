@@ -55,7 +55,7 @@ class VirtualIndex(ChunkIndex):
 
     @cached_property
     def complete(self) -> bool:
-        # False does not imply that some rows are not stored: ranges that are not read directly also have address -1.
+        # This may be False even if all rows are stored, because ranges that are not read directly have address -1, too.
         return bool((self.addresses >= 0).all())
 
     @cached_property

@@ -331,7 +331,7 @@ def test_a_size_that_is_little_faster_than_the_default_is_not_recommended(speed:
 def test_only_unclear_differences_are_called_so() -> None:
     slower, equal = measured("32 rows", 50, 51, 52, num_threads=1), measured("32 rows", 97, 99, 102, num_threads=3)
     (text,) = (reason for reason in settings_of(slower, equal, cpus=4).reasons if "num_threads=1 gives" in reason)
-    assert text.endswith("the difference to num_threads=3 is not clear.")
+    assert text.endswith("the difference from num_threads=3 is not clear.")
 
 
 @pytest.mark.parametrize("speed", [80, 200])
