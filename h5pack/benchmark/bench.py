@@ -362,8 +362,8 @@ class BenchRun:
             sweep.measure(cold, end - self._clock(), report.measurements)
         tried = {one.case for one in report.measurements if one.reason != NO_TIME}
         chosen, left_out = report.recommendation, len(set(every) - tried)
-        # Omit this note in two cases. If there is no recommendation, the report says how many seconds are enough. If
-        # the sample is too small to compare variants, most cases are left out on purpose.
+        # Omit this note in two cases. If there is no recommendation, the headline of the report says what to do or why.
+        # If variants are not compared, most cases are left out on purpose.
         if left_out and chosen is not None and chosen.compared:
             text = f"{left_out} of {len(every)} cases were not measured for lack of time; the answer needs none of them"
             report.notes.append(f"{text}. About {enough} seconds are enough for all tables.")

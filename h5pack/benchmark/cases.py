@@ -56,7 +56,10 @@ MIN_EPOCH_SECONDS = 0.005
 Starting an epoch would take much of that time.
 """
 SHORT_EPOCH_SECONDS = 0.05
-"""If all images are read in less time than this, variants are not compared, because chunk sizes hardly matter."""
+"""If all images are read in less time than this, variants are not compared, because chunk sizes hardly matter.
+
+Generated images may stand for datasets of any size (see `Workload.any_size`). If so, this limit does not apply.
+"""
 LEEWAY = 1.25
 """Estimated times are multiplied by this factor, because repeats take longer when other programs run."""
 NO_TIME = "there was no time to measure this"
