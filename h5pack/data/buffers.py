@@ -296,7 +296,7 @@ class SharedMemory:
         return SharedMemory, ()
 
     def batch(self, shapes: Sequence[Shape], *, share: bool = True) -> list[torch.Tensor]:
-        """Return new tensors to fill. If `share` is true, they are in shared memory in a worker, if possible there."""
+        """Return new tensors to fill. A worker gets shared memory if `share` is true and the system supports it."""
         if share and get_worker_info() is not None and _can_share():
             return self.shared_batch(shapes)
         with unfilled_memory():

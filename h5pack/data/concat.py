@@ -213,7 +213,7 @@ def _require_same_names(named: dict[H5Dataset, tuple[str, ...]], what: str, advi
 
 
 def _field_texts(dataset: H5Dataset) -> tuple[str, str, str, str]:
-    """Return texts to compare two datasets by, which describe a batch's images, labels, fields and row numbers."""
+    """Describe a batch's images, labels, fields and row numbers, so that two datasets can be compared."""
     texts = {name: f"{row_shape} {dtype}" for name, row_shape, dtype in batch_fields(dataset)}
     lists = iter([f"{one.kind} {one.data.row_shape} {one.data.native_dtype}" for one in dataset.ragged.values()])
     if dataset.transform is not None and _is_encoded(dataset):

@@ -112,7 +112,8 @@ class Steps(NamedTuple):
 def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
     """Return whether a field of this kind can be used with crops of `images`.
 
-    Masks must be encoded, which `is_encoded` says. Boxes and keypoints need encoded images, whose sizes are known.
+    Masks and further images must be encoded; `is_encoded` says whether the field is. Boxes and keypoints need encoded
+    images, whose sizes are known.
     """
     if kind in schema.PIXEL_KINDS:
         return is_encoded
@@ -122,8 +123,8 @@ def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
 class CropDecoder:
     """Decodes crops of `images`, a dataset of the file `path`.
 
-    If `exact` is false, images may be decoded at a fraction of their size. `unmoved` has the names of the masks, boxes
-    and keypoints that cannot be cropped with the images. If there are any, the constructor raises an OptionsError.
+    If `exact` is false, images may be decoded at a fraction of their size. `unmoved` has the names of the fields
+    that cannot be cropped with the images, such as boxes. If there are any, the constructor raises an OptionsError.
     """
 
     def __init__(self, path: str, images: ChunkIndex, crop: DecodeCrop, exact: bool, unmoved: Sequence[str]) -> None:

@@ -40,7 +40,8 @@ class BatchKey:
     """The identity of each sample of a batch, from which a transform derives its random numbers.
 
     The random numbers are then a pure function of (seed, epoch, row, repeat, view): the same on every device, for every
-    batch size and number of ranks, and in a resumed run.
+    number of ranks, and in a resumed run. They depend on the batch size only if an epoch has several copies of a row
+    (see `first_use`).
     """
 
     rows: torch.Tensor  #: The index of each sample in the file's datasets: int64, (N,), on the images' device.

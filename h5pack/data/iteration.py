@@ -123,7 +123,7 @@ class ReusableThread(threading.Thread):
         self.start()
 
     def begin(self, name: str, target: Callable[[], object]) -> Ended:
-        """Start to run `target`, and give the thread the name `name`. The returned object is set when `target` ends."""
+        """Start to run `target`, and give the thread the name `name`. Return an `Ended` that is set after `target`."""
         self.name, ended = name, Ended()
         self._calls.put((target, ended))
         return ended
@@ -258,7 +258,7 @@ def _stop_all() -> None:
         idle.close()
     for thread in threading.enumerate():
         if isinstance(thread, ReusableThread):
-            # If an interrupt came while this thread moved from or to the idle threads, no loop above has ended it.
+            # If an interrupt came while `thread` was moved from or to the idle threads, no loop above has ended it.
             thread.end()
             thread.join(5.0)
 
@@ -276,8 +276,8 @@ class _SerialTorch(threading.local):
     def __enter__(self) -> None:
         # torch's first call in a thread sets OpenMP's number of threads. Make that call before setting the number to 1.
         torch.get_num_threads()
-        # If `_inside` is still true, this is a signal handler that has interrupted `__exit__`. Then `_before` is the
-        # number to restore already.
+        # If `_inside` is still true, this is a signal handler that has interrupted `__exit__`. `_before` is then
+        # still the number to restore.
         if not self._inside:
             self._before = self._get()
         self._inside = True

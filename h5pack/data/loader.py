@@ -152,8 +152,8 @@ class H5Loader(Closeable, Resumable):
         page cache, which belongs to the system. None: half of the memory that is available to this process, divided
         among the ranks on this machine.
     pin_memory : bool
-        Yield batches in pinned memory, from which copies to a GPU can be asynchronous. Without a GPU, and with Apple's,
-        warn and use pageable memory.
+        Yield batches in pinned memory, from which copies to a GPU can be asynchronous. Without a GPU, or with an Apple
+        GPU, warn and use pageable memory.
     transform : callable, optional
         Called with the images of each batch, a tensor (n, ...), in the reading threads. So it must be thread-safe, and
         must not rely on the order of the batches. If it has a parameter ``generator``, it receives a torch Generator
@@ -230,7 +230,7 @@ class H5Loader(Closeable, Resumable):
             self._base, self.plan = batch_sampler.plan()
             cursor, drop_last = batch_sampler.cursor, batch_sampler.drop_last
         self.batch_sampler = batch_sampler
-        # A `MixtureSampler` does not know whether it was given `rank`.
+        # This is false with a `MixtureSampler`, because the sampler does not record whether `rank` was given.
         self._assumes_one_rank = batch_sampler is None and rank is None and self.plan.num_replicas == 1
         require_no_transform(self.dataset)
         self._base = self._base.with_decode(decode, exact)
@@ -387,7 +387,7 @@ class H5Loader(Closeable, Resumable):
         return sum(iterator.waiting for iterator in list(self._iterators))
 
     def stats(self) -> ReadStats:
-        """Return statistics of the dataset's reads in this process: by any loader, of a `ConcatPack` by this one."""
+        """Return statistics of the dataset's reads in this process; for a `ConcatPack`, only of this loader's reads."""
         return self._base.stats()
 
     def use_memory_of(self, other: H5Loader) -> bool:

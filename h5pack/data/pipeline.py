@@ -85,8 +85,9 @@ class Pipeline(BackgroundThreads):
     `BackgroundThreads.start`.
 
     For cached groups, a task copies up to `block_rows` rows. With a single stream and lane, while such groups are
-    copied, the bound is `max_gathered`, which must not exceed `credits`. If `can_help` is also true, the consumer's
-    thread copies, too, while it waits, and at most `cpus` threads copy.
+    copied, at most `max_gathered` batches (instead of `credits`) have memory but are not delivered yet. `max_gathered`
+    must not exceed `credits`. If `can_help` is also true, the consumer's thread helps to copy while it waits, and at
+    most `cpus` threads copy.
     """
 
     def __init__(

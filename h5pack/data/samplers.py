@@ -76,7 +76,7 @@ def _watch_loop(iteration: IterationState, unit: str) -> None:
 
 
 def _received(loader: weakref.ref[Any], iteration: IterationState, unit: str) -> int | None:
-    """Return how many of the sampler's batches or rows (`unit`) the loop has received; None if no longer known."""
+    """Return how many of the sampler's batches or rows (`unit`) the loop has received; None if that is lost."""
     found = loader()
     batches = getattr(found, "_num_yielded", None)
     if batches is None and not iteration.exhausted:
@@ -149,7 +149,7 @@ class SamplerIterator(Iterator[Item]):
 
 
 class ChunkSampler(Resumable, Sampler[int]):
-    """Sampler whose shuffled order reads each chunk once per epoch; pass it to a DataLoader as ``sampler``.
+    """Sampler whose default order reads each chunk once per epoch; pass it to a DataLoader as ``sampler``.
 
     Parameters
     ----------
@@ -285,7 +285,7 @@ class BatchOrder(Resumable, Sampler[list[int]]):
 
 
 class ChunkBatchSampler(BatchOrder):
-    """Batch sampler whose shuffled order reads each chunk once per epoch; a DataLoader's ``batch_sampler``.
+    """Batch sampler whose default order reads each chunk once per epoch; a DataLoader's ``batch_sampler``.
 
     Parameters
     ----------
@@ -352,10 +352,11 @@ class ChunkBatchSampler(BatchOrder):
 def draw_key(
     plan: OrderPlan, epoch: int, batches: Any, slots: npt.NDArray[np.int64], rank_rows: int | None = None
 ) -> DrawKey:
-    """Return the key of the random crops of the rows in `slots`, int64 (n,), of batches.
+    """Return the key of the random crops of some rows.
 
-    `batches` is the number of their batch, or a sequence with one for each row. A batch has `rank_rows` rows; None: as
-    many as in the plan. Slots and batches matter only if an epoch may have several copies of a row, whose crops differ.
+    `slots`, int64 (n,), has the slot of each row in its batch. `batches` is the number of the batch of all rows, or a
+    sequence with the batch number of each row. A batch has `rank_rows` rows; None: as many as in the plan. Slots and
+    batches matter only if an epoch may have several copies of a row: each copy then gets a crop of its own.
     """
     if not plan.repeats_rows:
         return DrawKey(plan.seed, epoch)
@@ -365,14 +366,14 @@ def draw_key(
 
 
 def _require_keys(dataset: Any, base: H5Dataset) -> None:
-    """Raise an OptionsError if crops are random, but `dataset` wraps its dataset so that `DrawnIndex` keys get lost."""
+    """Raise an OptionsError if crops are random, and `dataset` is a wrapper that loses the keys of `DrawnIndex`."""
     if base.is_random and dataset is not base:
         kind, parameters = "Subset", ["dataset", "indices="]
-        advice = "and the DataLoader the H5Dataset, and the sampler also indices= of its rows"
+        advice = "give the H5Dataset to both the sampler and the DataLoader, and indices= to the sampler"
         if any(isinstance(one, ConcatPack) for one in (dataset, getattr(dataset, "dataset", None))):
-            kind, parameters, advice = "ConcatPack", ["dataset"], "one H5Dataset of a list of files"
-        problem = f"this sampler does not draw random crops of a {kind}; give the {kind} to H5Loader, or give the "
-        raise OptionsError(f"{problem}sampler {advice}", parameters=parameters)
+            kind, parameters, advice = "ConcatPack", ["dataset"], "give one H5Dataset of a list of files"
+        problem = f"this sampler does not draw random crops of a {kind}; give the {kind} to H5Loader, or "
+        raise OptionsError(f"{problem}{advice}", parameters=parameters)
 
 
 def order_text(plan: OrderPlan) -> str:

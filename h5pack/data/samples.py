@@ -38,7 +38,8 @@ IMAGES, LABELS, ROWS = "images", "labels", "rows"
 _INLINE_BYTES = 256 * 1024
 """Lists of tensors of up to this many bytes in total are sent from a worker by pickle, larger ones in shared memory."""
 _MAX_SENT_TENSORS = 128
-"""A batch that is not collated is sent in shared memory if it has up to this many tensors, which suits large images."""
+"""A batch that is not collated is sent in shared memory if it has up to this many tensors, else as NumPy arrays. Shared
+memory is faster for large images."""
 _BLOCK_ROWS = 65_536
 _SINGULAR = {IMAGES: "image", LABELS: "label", ROWS: "row"}
 
@@ -129,8 +130,9 @@ def _named_tuple(base: type, names: Sequence[str], members: dict[str, Any]) -> A
     # The base class comes first, because its methods replace those of tuple.
     kind = type(base.__name__, (base, collections.namedtuple(base.__name__, names)), members)
     with contextlib.suppress(AttributeError, ValueError):
-        # torchvision's transforms use torch's pytrees, which before torch 2.8 do not see tensors in such a type.
-        # Private API: torch.utils._pytree has no public counterpart for registering a container.
+        # torchvision's transforms use torch's pytrees. Before torch 2.8, these do not see the tensors in a subclass of
+        # a named tuple unless it is registered. Private API: torch.utils._pytree has no public counterpart for
+        # registering a container.
         pytree.register_pytree_node(kind, lambda value: (list(value), None), lambda parts, _: kind(*parts))
     return kind
 
@@ -356,9 +358,10 @@ class SampleBatch(Sequence[Any]):
         return source._load(rows, key)
 
     def __reduce__(self) -> Any:
-        # If a worker's collate function returns this batch, the worker reads the samples, not the main process. If that
-        # fails, the main process tries again and gets the error: one in the thread that pickles would lose the batch.
-        # For the same reason send many tensors as arrays: a tensor needs a file descriptor, of which 1,024 may be open.
+        # If a worker's collate function returns this batch, read the samples in the worker. If that fails, send the
+        # batch unread: the main process then reads it and gets the error. An error in the worker's thread that pickles
+        # would lose the batch. That could also happen with many tensors, because each needs a file descriptor, of which
+        # 1,024 may be open. So send many tensors as arrays.
         try:
             samples = [list(sample) for sample in self]
         except Exception:

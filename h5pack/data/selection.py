@@ -118,22 +118,23 @@ def _select_rows(
 ) -> tuple[H5Dataset, RowSet, npt.NDArray[np.int64] | None]:
     """Return the `H5Dataset`, the chosen rows in file order, and each row's position in `indices`.
 
-    If `indices` is None, return positions in `dataset`, or None if it is an `H5Dataset` of consecutive rows.
+    If `indices` is None, the positions are those in `dataset`; they are None if `dataset` is not a `Subset` and has
+    consecutive rows.
     """
     base, subsets, digested = dataset, [], False
     while isinstance(base, Subset):
         subsets.append(base)
         base = base.dataset
     if isinstance(base, ConcatPack):
-        # `joined` would refuse transforms, which a DataLoader calls.
+        # Do not call `joined`: it refuses datasets with transforms, but a DataLoader can use these.
         first, *others = base.datasets
         base, digested = first.joined_with(others), True
     if not isinstance(base, H5Dataset):
         advice = "give an H5Dataset or a ConcatPack, or a torch Subset of one"
         if isinstance(base, Sampler):
             advice += (
-                ". If Lightning creates the batch sampler again, give its Trainer use_distributed_sampler=False or, to "
-                "predict, an H5Loader, or a DataLoader with batch_size= instead of batch_sampler="
+                ". If Lightning created this sampler, give its Trainer use_distributed_sampler=False. For predictions, "
+                "give the Trainer an H5Loader, or a DataLoader with batch_size= instead of batch_sampler="
             )
         raise OptionsError(
             f"dataset is a {type(base).__name__}, which has no chunks; {advice}", parameters=("dataset",)
@@ -158,7 +159,10 @@ def _select_rows(
 
 
 def require_no_transform(dataset: Any) -> None:
-    """Raise an OptionsError if `dataset`, as the user gave it (H5Loader may read a copy), changes single samples."""
+    """Raise an OptionsError if a transform, or a method of a subclass, changes single samples of `dataset`.
+
+    Pass the object that the user gave. An H5Loader may read a copy of it, which lacks transforms that were set later.
+    """
     kinds = [type(dataset)]
     while isinstance(dataset, Subset):
         dataset = dataset.dataset

@@ -146,8 +146,8 @@ class EpochCursor:
         """Return the state after `count` batches or rows of the running iteration.
 
         If `count` is None, return the state after all batches or rows that the training loop has received so far. If
-        these are all of the epoch, and the sampler was asked for more, return the state at the start of the next epoch
-        instead. If no iteration is running, return the state at the start of the next iteration.
+        the loop has received the whole epoch, and the sampler has raised StopIteration, return the state at the start
+        of the next epoch instead. If no iteration is running, return the state at the start of the next iteration.
         """
         if count is not None:
             # `load` would refuse a state past the end of the epoch.

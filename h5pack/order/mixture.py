@@ -21,8 +21,8 @@ _VERSION = 1
 BLOCK_ROWS = 1_024
 """Batch size in the plans of the packs.
 
-If packs are shuffled by window, each chunk group is a window. Otherwise it is one chunk, or several smaller chunks with
-up to this many rows, or this many rows if all rows are shuffled individually.
+It does not affect the shuffle "window", for which each chunk group is a window. With the shuffle "full", a chunk group
+has this many rows. Otherwise it is one chunk, or several smaller chunks with up to this many rows in all.
 """
 
 

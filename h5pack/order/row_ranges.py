@@ -32,10 +32,10 @@ class EpochRows(Protocol):
         """Return the number of rows in each chunk; int64, (chunk_count,)."""
 
     def rows_in_chunks(self, chunks: Rows, starts: Rows, stops: Rows) -> tuple[Rows, Rows]:
-        """Return the epoch's rows number ``starts[i]`` to ``stops[i] - 1`` of each chunk ``chunks[i]``.
+        """Return rows ``starts[i]`` to ``stops[i] - 1`` of each chunk ``chunks[i]``.
 
-        The first row of the epoch in a chunk has the number 0. The result is two arrays, int64 (n,): the rows of the
-        file, and the dataset indices that a sampler yields for these rows.
+        The rows of a chunk that belong to the epoch are numbered from 0. The result is two arrays,
+        int64 (n,): the rows of the file, and the dataset indices that a sampler yields for these rows.
         """
 
     def rows_at(self, positions: Rows) -> tuple[Rows, Rows]:

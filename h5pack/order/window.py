@@ -55,8 +55,8 @@ Span = tuple[int, int, int]
 class ChunkGroup:
     """Rows that are read together, such as those of a shuffle window, and the batches and slots that they go to.
 
-    If all slots of the first span, then those of the second and so on are numbered from 0, ``rows[i]`` goes to the slot
-    with the number ``positions[i]``.
+    The slots of all spans, in the order of `spans`, are numbered from 0. ``rows[i]`` goes to the slot with the number
+    ``positions[i]``.
     """
 
     rows: Rows  # int64, (n,): rows of the file, ascending within each chunk
