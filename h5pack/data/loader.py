@@ -278,7 +278,7 @@ class H5Loader(Closeable, Resumable):
         small_bytes = self.plan.rows.unique_count * sum(sizes[name] for name in small)
         self._held_names = small if small_bytes <= min(_MAX_SMALL_BYTES, spare) else []
         spare -= small_bytes if self._held_names else 0
-        # If all decoded chunks fit into the cache, decode each only once, not once per epoch. The doctor and the
+        # If all decoded chunks fit into the spare memory, decode each only once, not once per epoch. The doctor and the
         # monitor read `decodes_once`. If the plan reads chunks several times per epoch, `decoding` includes the cache.
         cached = 0 if self.plan.reads_again else self._base.engine.decoded_bytes()
         self.decodes_once = self._base.engine.decoded_bytes() > 0 and cached <= spare
@@ -328,7 +328,7 @@ class H5Loader(Closeable, Resumable):
         self._reset()
 
     def _reset(self) -> None:
-        """Start without memory, threads and held rows: after creation or `close`, and in a forked child process."""
+        """Start without memory, threads and held rows: after creation, unpickling or `close`, and in a forked child."""
         self._process = os.getpid()
         self._pool = self._new_pool(self.prefetch_factor + 1)
         if self._block_rows >= 2 * self._pool.batch_rows:
@@ -377,7 +377,7 @@ class H5Loader(Closeable, Resumable):
     def state_dict(self) -> dict[str, Any]:
         """Return the JSON-serializable state after the most recently delivered batch of the running iteration.
 
-        Once an epoch has been consumed to its end, the state is the start of the next epoch.
+        Once the epoch has been consumed to its end (StopIteration), the state is the start of the next epoch.
         """
         return self._cursor.state()
 

@@ -4,7 +4,7 @@ An order is a sequence of chunk groups (`OrderPlan.chunk_groups`): rows that are
 its slot (row index in the batch). The terms of the protocol:
 
 - A group is *issued* when memory is available for every batch with rows of the group. It is then cut into tasks, each
-  of which fills some rows of some batches. Only the third kind of group below needs no memory yet.
+  of which fills some rows of some batches. A group of the third kind below is issued without memory.
 - A batch is *open* from the allocation of its memory until all its rows are written. It is then *done*, and is queued
   for the consumer, which restores the order of the batches.
 - A *credit* is the permission to open a batch. The consumer returns one for each batch that is delivered. So credits
@@ -164,7 +164,9 @@ class Pipeline(BackgroundThreads):
         item = self._next_done()
         if isinstance(item, StopIteration):
             # Raising the StopIteration itself would look like the regular end of the epoch.
-            raise LoaderError("a transform raised StopIteration; raise another error, or return a batch") from item
+            raise LoaderError(
+                "a transform raised StopIteration; make it raise another error, or return its result"
+            ) from item
         if isinstance(item, BaseException):
             try:
                 raise item
@@ -275,7 +277,10 @@ class Pipeline(BackgroundThreads):
         return None
 
     def _take(self, *, helping: bool) -> Task | None:
-        """Return a task that can be run now, or None. The caller must hold the lock."""
+        """Return a task that can be run now, or None. The caller must hold the lock.
+
+        If `helping` is true, the consumer calls this, and only tasks that copy a block are returned.
+        """
         if not self._tasks and not self._blocks and self._planned:
             self._issue()
         task = None
@@ -308,7 +313,10 @@ class Pipeline(BackgroundThreads):
             self._wake.put(None)
 
     def _issue(self) -> None:
-        """Queue the next group's tasks or blocks, unless its batches need memory now and there are too few credits."""
+        """Queue the tasks or blocks of the next group.
+
+        Do nothing if the group's batches need memory now, but there are too few credits.
+        """
         planned = self._planned[0]
         batchwise = self._is_batchwise(planned)
         if not batchwise:

@@ -52,7 +52,10 @@ def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArr
 
 
 def _callers(module: str) -> Iterator[Any]:
-    """Yield the `self` of each call on the stack that runs code of `module`, innermost first; None for functions."""
+    """Yield the `self` of the calls that run code of `module`, innermost first; None for functions.
+
+    Only the innermost `_MAX_FRAMES` calls of the stack are searched.
+    """
     for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe(1)), _MAX_FRAMES):
         # Use `f_locals` only of frames of `module`: before Python 3.13, it keeps a frame's variables alive until the
         # frame returns.
@@ -184,7 +187,8 @@ class ChunkSampler(Resumable, Sampler[int]):
     Raises
     ------
     OptionsError
-        If a value is invalid, or `dataset` is not based on an `H5Dataset`.
+        If a value is invalid, if `dataset` is not based on an `H5Dataset`, or if `dataset` has random crops and is a
+        `Subset` or `ConcatPack`.
 
     Notes
     -----
@@ -307,7 +311,8 @@ class ChunkBatchSampler(BatchOrder):
     Raises
     ------
     OptionsError
-        If a value is invalid, or `dataset` is not based on an `H5Dataset`.
+        If a value is invalid, if `dataset` is not based on an `H5Dataset`, or if `dataset` has random crops and is a
+        `Subset` or `ConcatPack`.
     """
 
     def __init__(

@@ -254,7 +254,10 @@ class BatchSource(Closeable, Dataset[Any]):
         raise NotImplementedError
 
     def read_lists(self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY) -> list[list[Any]]:
-        """Return the values in `rows` of the fields that batches hold as lists. `key` draws crops, which move boxes."""
+        """Return the values in `rows` of the fields that batches hold as lists.
+
+        Boxes and keypoints move with random crops, which are drawn from `key`.
+        """
         raise NotImplementedError
 
     def arranged(self, values: Sequence[Any], lists: Sequence[Any]) -> Sequence[Any]:
