@@ -134,8 +134,8 @@ class Pipeline(BackgroundThreads):
         self._readers = num_threads
         batchwise = True
         try:
-            # After an epoch, the first group of the next one is computed already. Plan it here to begin at once, unless
-            # that would wait for the disk.
+            # After an epoch, the first group of the next one is computed already. If its rows are in memory, plan it
+            # here to begin at once. Otherwise planning could wait for the disk.
             for group in itertools.islice(groups, 1):
                 planned = reader.plan_cached(group)
                 if planned is None:

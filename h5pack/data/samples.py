@@ -223,8 +223,8 @@ class BatchSource(Closeable, Dataset[Any]):
 
         Fields whose rows differ in length become lists: of tensors (n_i, ...), of str, or of lists of str.
 
-        In a worker process the batch is in shared memory that is reused once the main process has released it, so
-        sending a batch neither copies it nor allocates new memory. A DataLoader without a ``collate_fn`` collates in
+        In a worker process on Linux the batch is in shared memory that is reused once the main process has released it,
+        so sending a batch neither copies it nor allocates new memory. A DataLoader without a ``collate_fn`` collates in
         the same way. With `transform` or `target_transform`, or for samples that are not from this dataset, the method
         just calls ``default_collate``.
 
@@ -243,9 +243,9 @@ class BatchSource(Closeable, Dataset[Any]):
         return key_of(indices) if self.is_random else NO_KEY
 
     def read_batch(self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY) -> list[torch.Tensor]:
-        """Return the tensors of a batch, each (n, ...). In a worker they are in shared memory.
+        """Return the tensors of a batch, each (n, ...).
 
-        Random crops are drawn from `key`.
+        In a worker they are in shared memory if the system supports it. Random crops are drawn from `key`.
         """
         raise NotImplementedError
 

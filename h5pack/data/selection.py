@@ -206,7 +206,8 @@ def _check_indices(given: Any, count: int, what: str) -> npt.NDArray[np.int64]:
     # Check before converting, because an index of uint64 that exceeds int64 would become negative.
     wrong = np.flatnonzero((indices < -count) | (indices >= count))
     if len(wrong):
-        raise error(f"{what} contain {int(indices[wrong[0]])}; give indices of the {count:,} rows")
+        problem = f"{what} contain {int(indices[wrong[0]])}, but there are only {count:,} rows"
+        raise error(f"{problem}; give indices of existing rows")
     numbers = indices.astype(np.int64, copy=False)
     return np.where(numbers < 0, numbers + count, numbers) if (numbers < 0).any() else numbers
 
