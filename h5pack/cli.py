@@ -187,7 +187,7 @@ def _resend_signal(previous_hook: Callable[[Any], object], unraisable: Any) -> N
         previous_hook(unraisable)
         return
     number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
-    # Wait, because Python would also drop an exception that is raised while this hook runs. Wait for more than
+    # Wait, because Python also drops an exception that is raised while this hook runs. Wait for more than
     # `_REPEAT_SECONDS`, because `_SignalHandler` ignores a second signal during that time.
     threading.Timer(_REPEAT_SECONDS + 0.1, signal.pthread_kill, [threading.main_thread().ident, number]).start()
 

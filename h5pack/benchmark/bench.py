@@ -57,7 +57,7 @@ for measuring each of two sets of loader settings."""
 _SMALL_SECONDS = 10.0
 """Time limit for measuring a sample that is too small to compare variants. It is longer if there are many variants."""
 _REST_TURNS = 4
-"""Without other cases to measure, the run-off is repeated while there is time for more than this many turns."""
+"""If no other cases are left to measure, the run-off is repeated while there is time for more than this many turns."""
 
 
 def bench(

@@ -37,7 +37,10 @@ MIN_TURNS = 5
 Fewer turns are enough if the speeds differ much (see `Measurement.is_faster`).
 """
 REPEATS = 4
-"""Repeats are so short that at least about this many fit into the time of a case. Slow cases get fewer."""
+"""The length of a repeat is chosen so that about this many repeats, or more, fit into the time of a case.
+
+Slow cases get fewer repeats.
+"""
 TIE = 0.95
 """A speed of at least this fraction of another counts as equal: repeats differ by as much even on an idle machine."""
 _CLEAR = 1.25
@@ -244,7 +247,7 @@ class Measurement:
     def with_repeats_of(self, other: Measurement) -> Measurement:
         """Return one measurement with the repeats of this one and then those of `other`, a later one of the same case.
 
-        All other values, such as `hit_rate`, are those of `other`. If `other` has no repeats, they are those of `self`.
+        All other values, such as `hit_rate`, are those of `other`, or those of `self` if `other` has no repeats.
         """
         return replace(
             other if other.speeds else self,

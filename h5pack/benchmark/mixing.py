@@ -20,12 +20,15 @@ from h5pack.system.parameters import whole_number
 from h5pack.system.text import counted
 
 MARGIN = 0.05
-"""By this fraction, a label distance may exceed that of a full shuffle and still count as equal.
+"""A label distance counts as equal to that of a full shuffle if it exceeds it by at most this fraction.
 
 See `MixingReport.allowed_distance` for the exact rule.
 """
 MAX_BATCHES = 2_048
-"""Maximum number of batches to sample from one order in all epochs together, but at least `_RUNS` in each epoch."""
+"""Maximum number of batches to sample from one order in all epochs together.
+
+In each epoch, at least `_RUNS` batches are sampled, even if that exceeds the maximum.
+"""
 MAX_WINDOW_ROWS = 2**22
 """By default, windows with more rows are not compared, because all rows of a window are permuted at once in memory."""
 _RUNS = 8

@@ -265,7 +265,7 @@ def usual_sizes(default_chunk_rows: int, row_bytes: int) -> set[int]:
 
 
 def _chunk_rows(chunk_bytes: int, row_bytes: int) -> int:
-    """Return the rows of the chunks that `convert` makes for `chunk_bytes` without compression."""
+    """Return the number of rows of each chunk that `convert` makes for `chunk_bytes` without compression."""
     return plan_chunks(MANY_IMAGES, row_bytes, chunk_bytes=chunk_bytes, whole_pages=True).rows
 
 

@@ -474,9 +474,9 @@ class Sweep:
             state.reason = str(error) or type(error).__name__
 
     def _load(self, case: BenchCase) -> None:
-        """Drop a hot case's file from the page cache, and load it again as training does: by an epoch in its order.
+        """Drop a hot case's file from the page cache, and load it again as training does.
 
-        Do nothing for a cold case.
+        Training reads an epoch in the case's order. Do nothing for a cold case.
         """
         if case.cache == "hot" and self._pages[case.variant].drop() is None:
             self._read_epoch(replace(case, num_workers=None), _MAX_LOAD_SECONDS)

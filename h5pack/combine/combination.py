@@ -62,7 +62,7 @@ class Combination:
         return len(self.origins)
 
     def stored_rows(self, rows: int) -> int:
-        """Return the length of an images dataset with only the first `rows` rows: in rows, or in bytes if encoded."""
+        """Return the length of axis 0 of the images dataset for `rows` rows: `rows`, or their bytes if encoded."""
         return rows if self.offsets is None else int(self.offsets[rows])
 
     @cached_property

@@ -216,7 +216,7 @@ def _measured_pixels(part: Part) -> int:
     own = np.flatnonzero(part.catalog.split_ids == (names.index(name) if name in names else -1))[::step]
     sizes = part.index.image_sizes[own].astype(np.int64).prod(axis=1)
     # Statistics leave out rows that could not be decoded. It is unknown which rows these are, so assume that the rows
-    # left in have the mean size.
+    # that were decoded have the mean size.
     return int(int(sizes.sum()) * rows // max(1, len(own)))
 
 
@@ -432,8 +432,8 @@ def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
     """Return the statistics of the merged rows, computed from the statistics of the parts without reading rows.
 
     The sums of each part are integers, so they can be recovered from its mean and standard deviation. A part is left
-    out if its statistics describe another split than those of the output, or no rows. If all parts would be left out,
-    the statistics of the first part are used.
+    out if its statistics are of no rows, or of another split than the statistics of the output. If all parts would be
+    left out, the statistics of the first part are used.
     """
     split = merged.split_names[schema.statistics_split(merged.split_names)]
     chosen = [part for part in parts if part.statistics["split"] == split and part.statistics["rows"]] or [parts[0]]

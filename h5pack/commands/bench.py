@@ -45,8 +45,8 @@ def add(commands: Any) -> None:
         "h5py); all if omitted",
         "--cache A,B": "page-cache states: hot (file in the page cache) or cold (not in it); both if omitted",
         "--compression A,B": "compression methods, see 'h5pack convert' (default: none)",
-        "--batch-size A,B": "rows per batch (default 256); the first value is reduced to a quarter of the sample's "
-        "rows if it is larger",
+        "--batch-size A,B": "rows per batch (default 256). With several values, the first compares variants. It is "
+        "reduced to a quarter of the sample's rows if it is larger",
         "--window A,B": "numbers of chunks that are shuffled together (default 16)",
         "--threads A,B": "numbers of H5Loader threads (default: powers of 2 and the CPU count, up to 16)",
         "--workers A,B": "numbers of DataLoader workers (default: as for --threads)",

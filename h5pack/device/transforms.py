@@ -191,7 +191,7 @@ class ImageTransform:
     def _view(
         self, transform: Callable[..., Any], batch: Any, images: torch.Tensor, key: BatchKey | None
     ) -> tuple[Any, dict[Any, Any]]:
-        """Return the transformed images, and the fields that a `Normalize` moves with them, by key or index."""
+        """Return the transformed images, and the fields that `transform` moves with them, by key or index."""
         if not isinstance(transform, Normalize):
             return self._call(transform, images, key), {}
         size = transform.image_size(images)

@@ -156,7 +156,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         self._complete = False
         # The loop with all of PyTorch's threads, and the loop with one thread; None if they are not compared.
         self._loops: tuple[StageRun, StageRun] | None = None
-        # The loop with one thread, if there was too little time to measure it; else None.
+        # The loop with one thread, if it could not be measured because there was too little time; else None.
         self._left_out: StageRun | None = None
         images, labels = detect_names(settings.path, settings.images, settings.labels)
         self.target = Target(replace(settings, images=images, labels=labels))

@@ -254,7 +254,7 @@ def _noisy_text(verdict: Verdict, evidence: Evidence, enough_seconds: float) -> 
 
 
 def _known_text(evidence: Evidence) -> str:
-    """Return text that compares the speeds of the loader and the step alone; "" if one of them was not measured."""
+    """Return text that compares the speed of the loader alone with that of the step alone; "" if one is unknown."""
     feed, step = evidence.rates(evidence.feed_stage), evidence.rates(Stage.STEP)
     if feed is None or step is None:
         return ""

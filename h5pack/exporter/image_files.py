@@ -256,10 +256,10 @@ def _export_field(work: ExportWork, number: int, index: int, path: str, results:
 
 
 def _store(work: ExportWork, path: str, pixels: Any, data: bytes | None, results: ExportResults) -> bool:
-    """Write `data` or, if `data` is None, `pixels` as PNG. Return False, or True if an existing file was kept.
+    """Write `data` to the file at `path` or, if `data` is None, write `pixels` as PNG. Return whether a file was kept.
 
-    If `work.keep` is true, a file that already has these contents is kept. With `work.check_only`, write nothing, but
-    count a file that is missing or differs.
+    If `work.keep` is true and the file already has these contents, keep it and return True. If `work.check_only` is
+    true, do not write the file, but add 1 to `results.differing`.
     """
     if work.keep:
         with contextlib.suppress(OSError):

@@ -55,7 +55,8 @@ may contain EPS.
 """
 _HEIF_BRANDS = (b"ftyphe", b"ftypmif1", b"ftypmsf1")
 _ICONS = (b"\0\0\1\0", b"icns")
-# Finds the images in an icon: PNG images, JPEG 2000 images and JPEG 2000 codestreams. Two of its groups are the sides.
+# Finds the images in an icon: PNG images, JPEG 2000 images and JPEG 2000 codestreams. Two
+# groups of each match are the sides of the image.
 _PARTS_OF_ICONS = re.compile(
     rb"\x89PNG\r\n\x1a\n.{4}IHDR(.{4})(.{4})|\0\0\0\x16ihdr(.{4})(.{4})|\xff\x4f\xff\x51.{4}(.{4})(.{4})", re.DOTALL
 )
@@ -105,8 +106,9 @@ def orientation_of(image: Image.Image) -> int:
 def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
     """Return ``Image.open(file)`` for the formats of `IMAGE_SUFFIXES`; raise UnidentifiedImageError for others.
 
-    Pillow decodes the images in an icon before their size is known. So raise RejectedImageError here if an icon has an
-    image of more than `max_pixels` pixels.
+    Raise RejectedImageError for PostScript, and for HEIF files that need pillow-heif if it is not installed. Also raise
+    it if an icon has an image of more than `max_pixels` pixels, because Pillow decodes the images in an icon before
+    their size is known.
     """
     head = file.read(12)
     _prepare_format(head)

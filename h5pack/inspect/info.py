@@ -77,7 +77,7 @@ class DatasetReport:
     faults: tuple[str, ...] = ()  #: properties of the storage that make reading single rows slow
     fix: tuple[str, ...] | None = None  #: command that writes a copy without the faults, as a list of arguments
     files: int = 0  #: number of files that a virtual dataset refers to
-    #: size of all decoded chunks if the dataset has faults, but `H5Loader` keeps its decoded chunks in memory; else 0
+    #: size of all decoded chunks, which `H5Loader` keeps in memory; 0 if it does not keep them, or `faults` is empty
     kept_bytes: int = 0
     #: variant of `fix` that packs a field as labels. It is set only if `fix` has fields but no labels, and exactly one
     #: of these fields has a single integer per row.

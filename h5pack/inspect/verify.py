@@ -404,7 +404,7 @@ def _check_attributes(file: h5py.File, name: str, problems: list[str]) -> None:
     `name` is the path of the labels or the field.
     """
     item = file.get(name)
-    # h5pack did not write a field without checksums. `_check_other_rows` reports that the checksums are missing.
+    # A field without checksums was not written by h5pack. `_check_other_rows` reports that its checksums are missing.
     is_own = item is not None and schema.checksums_path(name) in file
     if name != schema.LABELS and is_own and schema.KIND not in item.attrs:
         problems.append(f"{name}: no attribute {schema.KIND!r}, so its values are not transformed with images")

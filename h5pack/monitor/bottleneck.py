@@ -46,7 +46,7 @@ FEED = frozenset({Bottleneck.STORAGE, Bottleneck.DECODING, Bottleneck.LOADER, Bo
 
 
 class Stage(_Named):
-    """The stages that `h5pack.diagnose` measures. COLD stages read from the disk, and HOT reads from the page cache."""
+    """The stages that `h5pack.diagnose` measures. Stages named COLD read from the disk, HOT from the page cache."""
 
     COLD_STORED = "storage_cold_stored_order", "storage cold, stored order"
     COLD = "storage_cold", "storage cold, loader's order"
@@ -74,7 +74,7 @@ class Rates:
         return cls(statistics.median(values), min(values), max(values), len(values))
 
     def overlaps(self, other: Rates) -> bool:
-        """Return whether the ranges from lowest to highest overlap, so that it is unclear which speed is higher."""
+        """Return whether the ranges `low` to `high` of both overlap, so that it is unclear which speed is higher."""
         return self.low <= other.high and other.low <= self.high
 
     @property
@@ -111,7 +111,7 @@ class StageResult:
 
 
 class Encoding(Enum):
-    """The kind of decoding needed in every epoch. Texts continue a member's value with "in every epoch"."""
+    """The kind of decoding needed in every epoch. In messages, "in every epoch" follows the value of a member."""
 
     IMAGES = "encoded images are decoded"
     CHUNKS = "compressed chunks are decoded"

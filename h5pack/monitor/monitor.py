@@ -363,8 +363,8 @@ class FeedRecorder:
 
     def _report(self, over: str, first: _Counters, last: _Counters) -> FeedReport:
         seconds = max(last.time - first.time, 1e-9)
-        # A wait is counted when its CUDA events have completed, so part of it may belong to an earlier interval. Limit
-        # the sum of the waits, because it may therefore exceed the length of this interval.
+        # A wait is counted when its CUDA events have completed, so part of it may belong to an earlier interval. The
+        # sum of the waits may then exceed the length of this interval, so limit it.
         stall = min(max(0.0, last.stall - first.stall), seconds)
         images = None if last.images is None else last.images - (first.images or 0)
         cpu = last.cpu.since(first.cpu)

@@ -186,8 +186,8 @@ class OrderPlan:
     def group_chunks(self) -> int:
         """Number of chunks per chunk group.
 
-        With the shuffle "window", these are the chunks of a window. With "chunk" and False, they have up to
-        `stream_share` rows, but each group has at least one chunk. "full" does not use this number.
+        With the shuffle "window", a group is a window. With "chunk" and False, a group has as many chunks as fit into
+        `stream_share` rows, but at least one. "full" does not use this number.
         """
         return self.window if self.shuffle == "window" else max(1, self.stream_share // max(1, self.rows.max_rows(1)))
 

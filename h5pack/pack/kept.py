@@ -92,8 +92,7 @@ class KeptPlan(ConvertPlan):
         """Return the first row of each shard, then the total number of rows.
 
         The sizes of masks, and of images to encode, are estimates. A shard has at least one image, even if this image
-        alone exceeds `shard_bytes`. Raises OptionsError if the metadata and one spare chunk
-        alone fill `shard_bytes`.
+        alone exceeds `shard_bytes`. Raises OptionsError if the metadata and one spare chunk alone fill `shard_bytes`.
         """
         size = self.options.shard_bytes
         if size is None:

@@ -210,7 +210,7 @@ class ConvertOptions:
 
     @property
     def start_over_advice(self) -> str:
-        """The end of messages that advise to change the source; "" if this run is not in an array job.
+        """The end of messages that advise changing the source; "" if this run is not in an array job.
 
         An array job must start over after such a change, because it has saved what it found in the source.
         """
@@ -359,7 +359,7 @@ def refuse_reject(source: str, reject: Reject, options: ConvertOptions, *, begun
 
 
 def lacks_labels(command: Sequence[str]) -> bool:
-    """Return whether a command of `convert_command` names fields, but no labels."""
+    """Return whether `command`, which `convert_command` returned, names fields, but no labels."""
     return "--fields" in command and "--labels" not in command
 
 

@@ -191,7 +191,10 @@ def join_groups(
 def _written_together(
     rows: npt.NDArray[np.int64], row_offsets: RowOffsets, max_bytes: int, *, scattered: bool
 ) -> Iterator[npt.NDArray[np.int64]]:
-    """Divide ascending rows into arrays that are contiguous in the file. With `scattered`, join the short arrays."""
+    """Divide ascending rows into arrays to write together: rows that are contiguous in the file.
+
+    If `scattered` is true, several short contiguous arrays are joined into one array.
+    """
     apart: list[npt.NDArray[np.int64]] = []
     for start, count in row_offsets.runs(rows, max_bytes):
         found = np.arange(start, start + count)

@@ -142,7 +142,7 @@ class ChunkDecoder:
         self.cache = DecodedChunks() if cache is None else cache
 
     def rows_in_chunk(self, index: ChunkIndex, rows: npt.NDArray[np.int64], *, keep: bool) -> ChunkRows:
-        """Return the decoded chunk that contains all `rows`, int64 (n,), or these rows alone if that is cheaper.
+        """Return the decoded chunk that contains all `rows`, int64 (n,), or only these rows if that is cheaper.
 
         `index.codec` must not be None. If `keep` is true, a decoded chunk is cached if it fits into the cache.
         """
@@ -188,7 +188,7 @@ class ChunkDecoder:
         return self._assemble(index, chunk)
 
     def _assemble(self, index: ChunkIndex, chunk: int) -> npt.NDArray[np.uint8]:
-        """Return the same rows as `_load`, if chunks hold only parts of rows.
+        """Return the same rows as `_load`. This is for datasets whose chunks hold only parts of rows.
 
         All chunks at position `chunk` along axis 0 are decoded, and the parts are joined to whole rows.
         """

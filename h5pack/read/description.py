@@ -130,8 +130,8 @@ def _describe(
             ragged[name] = index
             continue
         indexes[name] = index
-        # If a dataset holds encoded images, the rows that are returned are decoded pixels, so row checksums that the
-        # file has for this dataset do not apply. An `EncodedIndex` is different: its checksums are those of the bytes.
+        # If a dataset of an HDF5 file holds encoded images, the returned rows are decoded pixels, so checksums of its
+        # rows do not apply. The checksums of a pack's encoded images (`EncodedIndex`) do: they are of the stored bytes.
         if isinstance(index, EncodedIndex) or not index.is_encoded:
             indexes.update(index_checksums(file, name, rows))
     _require_same_sources(file, indexes, images)
@@ -238,7 +238,7 @@ def _require_rows(file: h5py.File, dataset: h5py.Dataset, images: bool) -> None:
         raise refuse(f"holds variable-length {base} of shape {dataset.shape}; {allowed}; name another dataset")
     if images and string is not None:
         advice = "write encoded images as variable-length uint8 (h5py.vlen_dtype(np.uint8)), or name another dataset"
-        raise refuse(f"holds strings, which cannot store all zero bytes of encoded images; {advice}")
+        raise refuse(f"holds strings, which lose zero bytes of encoded images; {advice}")
     if string is not None:
         advice = "pack the file with 'h5pack convert', which stores texts, or name another dataset"
         raise refuse(f"holds texts, not real numbers; {advice}")

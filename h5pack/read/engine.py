@@ -407,7 +407,7 @@ class Engine:
         return [found[position] for position in np.argsort(order).tolist()]
 
     def read_encoded(self, name: str, rows: npt.NDArray[np.int64]) -> list[bytes]:
-        """Return the bytes of encoded rows, like `read_bytes`, and count the reads. Errors are those of `read`."""
+        """Return the bytes of encoded rows like `read_bytes`, and add the reads to the statistics. Raises as `read`."""
         index = self.indexes[name]
         self.files.check_unchanged_throttled(index)
         found = self.read_bytes(name, rows)

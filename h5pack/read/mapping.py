@@ -47,7 +47,8 @@ _MAX_ABSENT = 1 / 16
 """`FileMapping.ready` loads missing pages into the page cache only if at most this share of the pages is missing."""
 
 _MAX_FILES = 1_024
-"""Maximum number of files that are mapped together, and stay open; a process may have 65,530 mappings by default."""
+"""Maximum number of files that are mapped together. All of them stay open. The system allows a process 65,530 mappings
+by default."""
 _MAX_STEP = 1 << 36
 """Maximum gap in bytes that `_grid_bases` may leave between two mapped files."""
 

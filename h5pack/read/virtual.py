@@ -229,7 +229,7 @@ def _whole_rows(dataset: h5py.Dataset, found: h5py.Dataset, mapping: _Mapping) -
 
 
 def _identify(file: h5py.File) -> SourceFile:
-    """Return path and identity of an open file."""
+    """Return the path and the identity of an open file."""
     path = absolute_path(file.filename)
     # Take the identity of the open descriptor, because the file at the path may already have been replaced.
     return SourceFile(path, FileIdentity.of(file.id.get_vfd_handle() if file.driver == "sec2" else path))

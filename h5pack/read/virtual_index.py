@@ -55,7 +55,7 @@ class VirtualIndex(ChunkIndex):
 
     @cached_property
     def complete(self) -> bool:
-        # This may be False even if all rows are stored, because ranges that are not read directly have address -1, too.
+        # Ranges that are not read directly also have address -1, so this can be False although all rows are stored.
         return bool((self.addresses >= 0).all())
 
     @cached_property

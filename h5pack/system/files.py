@@ -469,7 +469,7 @@ def held_stderr() -> Iterator[list[bytes]]:
             stack.callback(os.close, original)
             messages = stack.enter_context(_unnamed_file())
         except OSError:
-            # Hold nothing back: a daemon may have closed its standard error, or no folder is writable.
+            # Do not hold lines back: standard error is closed, as in some daemons, or no folder is writable.
             yield lines
             return
         os.dup2(messages.fileno(), 2)

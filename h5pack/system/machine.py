@@ -124,7 +124,7 @@ def _cgroups() -> list[str]:
 
 
 def _cpu_quota(*files: Path) -> list[int]:
-    """Return the number of CPUs, rounded up, that a control group's files allow, as a list; [] if there is no limit.
+    """Return [number of CPUs, rounded up] that the files of a control group allow, or [] if they set no limit.
 
     The files contain the quota and its period: one file in cgroup version 2, two in version 1.
     """

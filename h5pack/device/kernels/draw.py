@@ -106,7 +106,7 @@ def _settings(augmentation: Augmentation, height: int, width: int) -> torch.Tens
 
 
 def _window_table(crop: RandomResizedCrop, height: int, width: int, device: torch.device) -> torch.Tensor:
-    """Return the image's size, the root of its area, the fallback window and `side_tables`, int64, (n,)."""
+    """Return the image's size, the square root of its area, the fallback window and `side_tables`, int64, (n,)."""
 
     def make() -> torch.Tensor:
         sizes = [height, width, fixed_root(height * width), *crop.fallback(height, width)]

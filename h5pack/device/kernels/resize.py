@@ -25,8 +25,8 @@ from h5pack.images.crops import RandomResizedCrop
 _TAP_BLOCK = 128
 _ROWS, _COLUMNS, _WARPS = 4, 64, 1
 """The size of a tile, and the number of warps that compute it. Each thread computes 8 values of the tile. To compute
-more values, a thread needs more registers, and then too few threads run at once to hide the latency of memory. Found by
-measuring on an H100.
+more values, a thread needs more registers, and then too few threads run at once to hide the latency of memory. Both
+were found by measuring on an H100.
 """
 # Sums are shifted right by `_SHIFT` bits after the first axis, and by `_LAST_SHIFT` bits at the end. The sums start
 # at `_HALF` and `_LAST_HALF`, so that the shifts round.
