@@ -9,7 +9,7 @@
     │   └── SizesDifferError                 images differ in size although they must have the same size
     ├── RejectedImageError (ValueError)      one image cannot be packed (raised only with ``strict``)
     ├── OutputExistsError (FileExistsError)  the output, finished or unfinished, already exists
-    ├── OutputBusyError (BlockingIOError)    another process is writing this output
+    ├── OutputBusyError (BlockingIOError)    another process or call is writing this output
     ├── NoSpaceError (OSError)               the output or temporary files do not fit on the disk, or exceed a limit
     ├── ResumeError (ValueError)             a conversion cannot be resumed, for example with other options
     ├── WorkerError (RuntimeError)           a worker process died, or cannot be used
@@ -133,7 +133,7 @@ class OutputExistsError(H5PackError, FileExistsError):
 
 
 class OutputBusyError(H5PackError, BlockingIOError):
-    """Another process is writing the same output."""
+    """Another process, or another call in this process, is writing the same output."""
 
 
 class NoSpaceError(H5PackError, OSError):

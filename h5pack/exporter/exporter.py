@@ -203,7 +203,7 @@ def export(
         If the folder is not empty. (But `overwrite` replaces an earlier export, and `resume` accepts a complete export
         of the same rows.) Also if an unfinished export exists, and neither `overwrite` nor `resume` is true.
     OutputBusyError
-        If another process is exporting to the folder.
+        If another process, or another call in this process, is exporting to the folder.
     DamagedRowsError
         If none of the rows can be exported.
     H5PackError

@@ -387,9 +387,9 @@ def refuse_bomb(height: int, width: int, max_pixels: int) -> None:
 
 
 def refuse_scans(data: bytes, pixels: int) -> None:
-    """Raise RejectedImageError if `data` is a JPEG with so many scans that decoding might take minutes.
+    """Raise RejectedImageError if `data` is a large JPEG with over `_MAX_SCANS` scans, which may decode for minutes.
 
-    `pixels` is the number of its pixels. Small JPEGs are decoded fast enough with any number of scans.
+    `pixels` is the number of pixels of the JPEG. Small JPEGs are decoded fast enough with any number of scans.
     """
     if pixels > _SCANNED_PIXELS and data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > _MAX_SCANS:
         raise RejectedImageError(f"decompression bomb: more than {_MAX_SCANS} scans")
