@@ -32,7 +32,8 @@ def add(commands: Any) -> None:
     add_options(info, {
         "--labels NAME": "dataset of labels of an HDF5 file (default: detected)",
         "--stats": "also report class counts and channel statistics",
-        "--full": "also print chunk caches for h5py, and what opening the file reads",
+        "--full": "also print the datasets after the first 200, kinds of chunk index, chunk caches for h5py, and what "
+        "opening the file reads",
     })  # fmt: skip
 
     verify = commands.add_parser(

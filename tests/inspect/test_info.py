@@ -478,8 +478,11 @@ def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path
     assert [sample.names for sample in packed] == [f"x{row}" for row in rows]
 
 
-def test_very_many_datasets_are_listed_in_full_only(tmp_path: Path) -> None:
+def test_very_many_datasets_are_listed_in_full_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = hdf5_file(tmp_path / "f.h5", **{f"x{number}": np.zeros(3) for number in range(250)})
     report = h5pack.info(path)
     assert [report.to_text(full=full).count("\n/x") for full in (False, True)] == [200, 250]
     assert len(report.datasets) == 250
+    with pytest.raises(SystemExit):
+        main(["info", "--help"])
+    assert "200" in capsys.readouterr().out.rpartition("--full")[2]
