@@ -26,6 +26,7 @@ from h5pack.read.encoded import row_decoder
 from h5pack.sources.catalog import (
     MISSING_FILE_REASONS,
     RUN_AGAIN,
+    START_OVER,
     STORAGE_ADVICE,
     Catalog,
     Note,
@@ -344,8 +345,8 @@ def first_changed_of(task: SurveyTask) -> int | None:
 def memory_error(name: str) -> SourceError:
     """Return the error for an image that cannot be decoded because too little memory is free."""
     problem = (
-        f"does not fit into memory; free memory, then {RUN_AGAIN}, or start over with overwrite=True and a smaller "
-        "max_pixels to reject it"
+        f"does not fit into memory; free memory, then {RUN_AGAIN}, or, to reject it, give a smaller max_pixels and "
+        f"{START_OVER}"
     )
     return SourceError.at(name, problem, "resume=True", "overwrite=True", "max_pixels")
 

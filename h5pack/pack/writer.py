@@ -33,7 +33,7 @@ from h5pack.pack.journal import EncodedFile, JournalWriter, RowRecord, read_enco
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
 from h5pack.pack.survey import memory_error
-from h5pack.sources.catalog import RUN_AGAIN, SourceReader
+from h5pack.sources.catalog import RUN_AGAIN, START_OVER, SourceReader
 from h5pack.system.processes import shared
 
 # Limits in bytes of a task's rows, and of the image files they come from. Tasks are large, because after each task a
@@ -421,8 +421,8 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
         data = b""
     if not isinstance(data, bytes) or len(data) != size:
         problem = (
-            f"had {size:,} bytes when the conversion began, and has changed; restore it, then {RUN_AGAIN}, or start "
-            "over with overwrite=True"
+            f"had {size:,} bytes when the conversion began, and has changed; restore it, then {RUN_AGAIN}, or "
+            f"{START_OVER}"
         )
         raise SourceError.at(name, problem, "resume=True", "overwrite=True")
     return data

@@ -42,6 +42,9 @@ IMAGE_SUFFIXES = frozenset((
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
 RUN_AGAIN = "run again with resume=True (but without resume=True in an array job)"
+START_OVER = (
+    "start over with overwrite=True (in an array job, delete all of OUT.partial* and run all parts again instead)"
+)
 STORAGE_ADVICE = f"repair the storage, then {RUN_AGAIN}"
 _BLOCK_NAMES = 65_536
 

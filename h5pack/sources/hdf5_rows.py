@@ -25,7 +25,7 @@ from h5pack.images.masks import narrow_mask, read_mask
 from h5pack.read.description import FileDescription
 from h5pack.read.engine import Engine
 from h5pack.read.storage import SourceFile
-from h5pack.sources.catalog import SourceReader, SurveyedImage, fingerprint
+from h5pack.sources.catalog import RUN_AGAIN, START_OVER, SourceReader, SurveyedImage, fingerprint
 
 CHANNEL_AXES = ("last", "first", "none")
 _BATCH_BYTES = 16 * 1024 * 1024
@@ -235,13 +235,10 @@ class HDF5RowReader(SourceReader):
 
     def _storage_error(self, error: H5PackError) -> SourceError:
         if isinstance(error, PackChangedError):
-            problem = (
-                "was replaced, rewritten or removed while it was read; if the file is complete now, start over with"
-            )
-            path = error.path or self.pack.path
-            return SourceError.at(path, f"{problem} overwrite=True", "overwrite=True", dataset=self.images)
+            problem = f"was replaced, rewritten or removed while it was read; if the file is complete now, {START_OVER}"
+            return SourceError.at(error.path or self.pack.path, problem, "overwrite=True", dataset=self.images)
         return SourceError(
-            f"{error}; then continue with resume=True",
+            f"{error}; then {RUN_AGAIN}",
             path=error.path or self.pack.path,
             dataset=error.dataset or self.images,
             rows=error.rows,

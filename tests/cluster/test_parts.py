@@ -32,8 +32,11 @@ from h5pack.errors import (
     OptionsError,
     OutputBusyError,
     OutputExistsError,
+    PackChangedError,
+    ReadError,
     RejectedImageError,
     ResumeError,
+    SourceError,
     WorkerError,
 )
 from h5pack.pack import conversion, finish, writer
@@ -603,6 +606,44 @@ def test_the_advice_about_a_damaged_temporary_file_of_an_array_job_can_be_follow
     write(source, out, options, "1/2")
     h5pack.convert(source, out, **{**options, "num_workers": 1, "resume": True})
     assert out.read_bytes() == local(source, tmp_path / "local.h5", options)
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "failure"),
+    [
+        ("folder", "h5pack.images.decode.Decoder.decode", {"side_effect": MemoryError()}),
+        ("kept_files", "h5pack.sources.catalog.FileReader.read", {"return_value": b"another length"}),
+        ("hdf5", "h5pack.read.engine.Engine.read", {"side_effect": PackChangedError("replaced")}),
+    ],
+)
+def test_the_advice_to_start_an_array_job_over_can_be_followed(
+    name: str, method: str, failure: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = MAKERS[name](tmp_path)
+    options.pop("max_side", None)  # JPEG files of any size are copied without decoding
+    out = tmp_path / "o.h5"
+    write(source, out, options, "1/2")
+    with monkeypatch.context() as patch:
+        patch.setattr(method, Mock(**failure))
+        with pytest.raises(SourceError, match=r"in an array job, delete all of OUT.partial\* ") as caught:
+            write(source, out, options, "2/2")
+    assert "overwrite=True" in caught.value.parameters
+    for path in tmp_path.glob("o.h5.partial*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    write(source, out, options, "1/2", "2/2")
+    require_finish(source, out, options)
+
+
+def test_a_part_whose_source_cannot_be_read_is_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, options = hdf5(tmp_path)
+    out = tmp_path / "o.h5"
+    write(source, out, options, "1/2")
+    with monkeypatch.context() as patch:
+        patch.setattr("h5pack.read.engine.Engine.read", Mock(side_effect=ReadError("no disk")))
+        with pytest.raises(SourceError, match="without resume=True in an array job"):
+            write(source, out, options, "2/2")
+    write(source, out, options, "2/2")
+    require_finish(source, out, options)
 
 
 def test_the_advice_about_a_damaged_journal_of_an_array_job_can_be_followed(tmp_path: Path) -> None:
