@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, RejectedImageError
+from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, RejectedImageError, SourceError
 from h5pack.exporter.image_files import MissingRow, SourceRows, open_rows
 from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, image_of, strict_pillow
@@ -274,6 +274,10 @@ def _read(
                 pictures[row] = _beside(picture, masks)
             except RejectedImageError as error:
                 errors[row] = error
+            except SourceError as error:
+                # Its advice is for conversions. The advice of its cause is for any reader.
+                cause = error.__cause__ or error
+                raise cause from cause.__cause__
     if not pictures:
         first = next(iter(errors.values()))
         hint = "; give value_range" if "value_range" in first.parameters else ""

@@ -17,7 +17,16 @@ from PIL import Image, ImageDraw
 
 import h5pack
 from h5pack import cli
-from h5pack.errors import DamagedRowsError, NoSpaceError, OptionsError, OutputExistsError, SourceError
+from h5pack.errors import (
+    DamagedRowsError,
+    H5PackError,
+    NoSpaceError,
+    OptionsError,
+    OutputExistsError,
+    PackChangedError,
+    ReadError,
+    SourceError,
+)
 from h5pack.exporter.image_files import open_rows
 from h5pack.inspect import preview as module
 from h5pack.inspect.preview import PreviewReport, _beside, preview, scaled
@@ -239,6 +248,17 @@ def test_a_file_without_showable_rows_is_an_error(tmp_path: Path) -> None:
         preview(tmp_path / "f.h5", tmp_path / "o.png")
     assert (caught.value.rows, caught.value.parameters) == ((0, 1, 2), ("value_range",))
     assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
+
+
+@pytest.mark.parametrize("failure", [ReadError("no disk"), PackChangedError("replaced")])
+def test_storage_errors_have_no_advice_for_conversions(
+    failure: H5PackError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hdf5_file(tmp_path / "f.h5", images=PIXELS)
+    monkeypatch.setattr("h5pack.read.engine.Engine.read", mock.Mock(side_effect=failure))
+    with pytest.raises(type(failure)) as caught:
+        preview(tmp_path / "f.h5")
+    assert caught.value.parameters == ()
 
 
 def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
