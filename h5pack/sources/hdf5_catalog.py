@@ -319,9 +319,12 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
             problem = f"has the shape {dataset.shape}, so it {what}"
         raise dataset_source_error(path, name, f"{problem}; name another dataset with images=NAME", "images=NAME")
     if asked is not None and asked not in allowed:
-        given, advice = f"channel_axis={asked!r}", "or name another dataset with images=NAME"
-        problem = f"has rows of shape {shape}, which do not fit {given}; give {' or '.join(allowed)}, {advice}"
-        raise dataset_source_error(path, name, problem, given, "images=NAME")
+        given = () if datasets.channel_axis is None else (f"channel_axis={asked!r}",)
+        what = given[0] if given else f"its attribute {schema.LAYOUT!r}"
+        fitting = [f"channel_axis={axis!r}" for axis in allowed]
+        advice = f"give {' or '.join(fitting)}, or name another dataset with images=NAME"
+        problem = f"has rows of shape {shape}, which do not fit {what}; {advice}"
+        raise dataset_source_error(path, name, problem, *given, *fitting, "images=NAME")
     if asked is None and len(allowed) > 1:
         problem = f"has rows of shape {shape}, whose channels may be the last or the first axis; give channel_axis"
         raise dataset_source_error(path, name, problem, "channel_axis")

@@ -11,6 +11,7 @@ import pytest
 
 import h5pack
 from h5pack.errors import H5PackError, OptionsError, PackFormatError, SourceError
+from h5pack.format import schema
 from h5pack.pack.conversion import Conversion
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
@@ -132,7 +133,7 @@ def test_ambiguous_or_unsuitable_datasets_are_errors(tmp_path: Path) -> None:
         ({"x": np.zeros((ROWS, 3, 20, 3), np.uint8)}, {"images": "x"}, ("channel_axis",)),
         ({"x": np.zeros((ROWS, 400), np.uint8)}, {"images": "x"}, wanted),
         ({"x": IMAGES[0]}, {"images": "x"}, wanted),
-        ({"x": IMAGES}, {"channel_axis": "first"}, ("channel_axis='first'", *wanted)),
+        ({"x": IMAGES}, {"channel_axis": "first"}, ("channel_axis='first'", "channel_axis='last'", *wanted)),
     ):
         path = write(tmp_path / "f.h5", **held)
         with pytest.raises((SourceError, PackFormatError)) as caught:
@@ -141,6 +142,16 @@ def test_ambiguous_or_unsuitable_datasets_are_errors(tmp_path: Path) -> None:
         assert all(repr(name) in str(caught.value) for name in held) or parameters == ("channel_axis",)
         if len(held) == 2:
             assert catalog(path, images=f"/{next(iter(held))}/").about == f"images {next(iter(held))!r}"
+
+
+def test_the_advice_about_an_attribute_that_does_not_fit_the_rows_can_be_followed(tmp_path: Path) -> None:
+    with h5py.File(write(tmp_path / "f.h5", x=IMAGES), "a") as file:
+        file["x"].attrs[schema.LAYOUT] = "nchw"
+    with pytest.raises(SourceError, match=repr(schema.LAYOUT)) as caught:
+        catalog(tmp_path / "f.h5")
+    assert caught.value.parameters == ("channel_axis='last'", "images=NAME")
+    made = catalog(tmp_path / "f.h5", channel_axis="last")
+    assert np.array_equal(made.reader.read(1, ""), IMAGES[1])  # type: ignore[arg-type]
 
 
 def test_datasets_that_are_not_packed_are_named(tmp_path: Path) -> None:
