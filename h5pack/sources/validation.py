@@ -106,6 +106,10 @@ def divide(
     """
     training = training_split(source, catalog, val)
     images = usable[catalog.split_ids[usable] == training]
+    if len(images) < 2:
+        given = [f"val={val!r}", *(() if group_field is None else (f"val_groups={group_field!r}",))]
+        problem = f"{given[0]} needs at least 2 images for training that can be packed; the source has {len(images)}"
+        raise OptionsError(f"{source}: {problem}; leave out {' and '.join(given)}", parameters=given)
     if group_field is not None:
         require_field(source, catalog, group_field, catalog.fields)
         chosen = choose_groups(group_ids(catalog.fields[group_field][images]), val, seed)

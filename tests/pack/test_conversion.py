@@ -618,6 +618,19 @@ def test_only_training_images_are_divided(tmp_path: Path, counts: dict[str, int]
             h5pack.convert(source, tmp_path / "p.h5", **quick(val=val))
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_fewer_than_two_training_images_are_not_divided(tmp_path: Path, count: int) -> None:
+    with h5py.File(tmp_path / "in.h5", "w") as file:
+        file["images"], file["person"] = np.zeros((9, 8, 8, 3), np.uint8), np.arange(9)
+        file["splits/name"], file["splits/rows"] = ["train", "test"], [[0, count], [count, 9]]
+    for options, parameters in (({}, ()), ({"val_groups": "person", "fields": "person"}, ("val_groups='person'",))):
+        with pytest.raises(OptionsError, match="leave out") as caught:
+            h5pack.convert(tmp_path / "in.h5", tmp_path / "o.h5", **quick(val=0.5, **options))
+        assert caught.value.parameters == ("val=0.5", *parameters)
+    h5pack.convert(tmp_path / "in.h5", tmp_path / "o.h5", **quick())
+    assert [len(rows) for rows in splits_of(tmp_path / "o.h5").values()] == [count, 9 - count]
+
+
 def persons(path: Path, of: str = "train") -> set[int]:
     """The persons in a split, by the number of the image: four images show one."""
     return {int(Path(name).stem) // 4 for name in splits_of(path)[of]}
