@@ -48,6 +48,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError, H5PackError, OutputBusyError, ResumeError
+from h5pack.read.hdf5 import VERIFY_ADVICE
 from h5pack.system.files import is_locked, lock, open_locked, read_all, sync_path, write_atomically
 
 # Magic number of a record. Give it another value if the layout of payloads changes: records of the earlier layout are
@@ -145,10 +146,7 @@ def read_encoded(encoded: EncodedFile, size: int) -> bytes:
     if len(found) == size and zlib.crc32(found) == encoded.checksum:
         return found
     if dataset is not None:
-        problem = (
-            f"{dataset!r} row {row} differs from the stored checksum; run 'h5pack verify' on it, then restore "
-            "the file or convert again"
-        )
+        problem = f"{dataset!r} row {row} differs from the stored checksum; {VERIFY_ADVICE}"
         raise DamagedRowsError.at(path, problem, dataset=dataset, rows=[row])
     problem = (
         "does not contain what was written to it; check the disk, then run again with resume=True (in an array job, "

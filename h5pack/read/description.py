@@ -252,7 +252,7 @@ def _splits(file: h5py.File, rows: int, images: str) -> dict[str, RowNumbers]:
         names = [text(name) for name in file[schema.SPLIT_NAMES][()]]
         parts = [range(int(start), int(stop)) for start, stop in file[schema.SPLIT_ROWS][()]]
     if len(names) != len(parts) or not all(_are_rows(part, rows) for part in parts):
-        problem = f"its splits do not fit the {rows:,} rows of {images!r}; run 'h5pack verify' on it"
+        problem = f"its splits do not fit the {rows:,} rows of {images!r}; run 'h5pack verify' on the file"
         raise PackFormatError.at(file.filename, problem)
     # A split to which images were appended consists of several ranges.
     found: dict[str, list[RowNumbers]] = {}

@@ -30,7 +30,7 @@ BLOCK_NAMES = 65_536
 """Number of file names that are read from a file at a time."""
 _BLOCK_BYTES = 256 * 1024 * 1024
 _MAX_NAMED, _MAX_SORTED = 20, 1_000  # maximum number of datasets that a message lists, and that are opened for it
-VERIFY_ADVICE = "run 'h5pack verify' on it, then restore the file or convert again"
+VERIFY_ADVICE = "run 'h5pack verify' on the file, then restore it or convert again"
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
@@ -149,7 +149,7 @@ def read_rows(dataset: h5py.Dataset, rows: npt.NDArray[np.int64], out: npt.NDArr
             path, name = dataset.file.filename, dataset.name.lstrip("/")
             which = f"row {start}" if count == 1 else f"rows {start}-{start + count - 1}"
             reason = failed_call(error) or error
-            problem = f"{name!r} {which} cannot be read ({reason}); run 'h5pack verify' on it, or restore the file"
+            problem = f"{name!r} {which} cannot be read ({reason}); run 'h5pack verify' on the file, or restore it"
             raise kind.at(path, problem, dataset=name, rows=range(start, start + count)) from error
     require_open_sources(dataset)
     return len(edges) - 1

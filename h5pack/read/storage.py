@@ -222,7 +222,7 @@ class Storage:
                 pause = next(pauses, None)
                 if pause is None:
                     self.check_unchanged()
-                    advice = "check the disk, run 'h5pack verify' on it, or restore the file"
+                    advice = "check the disk, run 'h5pack verify' on the file, or restore it"
                     raise ReadError.at(self.path, f"{describe()} cannot be read ({reason}); {advice}")
                 time.sleep(pause)
 
