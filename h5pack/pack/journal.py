@@ -317,14 +317,16 @@ class Journal:
 
     def has_late_writers(self) -> bool:
         """Return whether durable writers may still write rows, because their last task has not ended."""
-        files = map(_intact, self.folder.glob(f"{_ROWS}-*.log"))
-        marks = ([payload for magic, payload in records if magic == _MARK] for records in files)
+        marks = ([payload for magic, payload in records if magic == _MARK] for records in self._records_by_file())
         return any(found[-1:] == [_BEGUN] for found in marks)
 
     def has_unflushed_rows(self) -> bool:
         """Return whether a writer that is not durable has written rows, which a power cut may have lost."""
-        files = map(_intact, self.folder.glob(f"{_ROWS}-*.log"))
-        return any({magic for magic, _ in records} == {_MAGIC} for records in files)
+        return any({magic for magic, _ in records} == {_MAGIC} for records in self._records_by_file())
+
+    def _records_by_file(self) -> Iterator[Iterator[tuple[int, bytes]]]:
+        """Return, for each writer of rows, the magic number and the payload of its intact records and marks."""
+        return map(_intact, self.folder.glob(f"{_ROWS}-*.log"))
 
     def save_written(self, record: RowRecord) -> None:
         """Save durably that every row is written or rejected. From then on, rows may be moved."""
