@@ -26,7 +26,7 @@ from h5pack.errors import OutputExistsError, ResumeError, SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.fields import field_checksums
-from h5pack.format.row_offsets import CheckTask, check_rows
+from h5pack.format.row_offsets import CheckTask, wrong_rows
 from h5pack.pack import finish
 from h5pack.pack.compression import compress_chunk, require_filter
 from h5pack.pack.file_structure import (
@@ -276,7 +276,8 @@ class RowCopier:
 
     def _is_written(self, start: int, stop: int) -> bool:
         edges, offset = self._offsets.edges(start, stop - start), self._offsets.offset(start)
-        return not check_rows(CheckTask(self._path, start, offset, edges, self._checksums[start:stop]))[1]
+        task = CheckTask(self._path, start, offset, edges, self._checksums[start:stop])
+        return not wrong_rows(task, self._descriptor)
 
     def _read(self, part: Part, rows: Rows) -> bytes | memoryview:
         dataset, engine = part.pixel_datasets[self._number], part.engine

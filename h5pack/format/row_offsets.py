@@ -110,12 +110,20 @@ def check_tasks(
 
 
 def check_rows(task: CheckTask) -> tuple[int, list[int]]:
-    """Return the number of checked rows, and the rows that cannot be read or do not match their checksums.
+    """Return the number of checked rows, and those of them that `wrong_rows` returns."""
+    descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return len(task.checksums), wrong_rows(task, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def wrong_rows(task: CheckTask, descriptor: int) -> list[int]:
+    """Return the rows that cannot be read or do not match their checksums. The file is open as `descriptor`.
 
     A row cannot be read if the file ends before it, or if reading it fails with EIO (the disk reports an error). Raises
     OSError for any other error.
     """
-    descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         data = read_all(descriptor, int(task.edges[-1]), task.offset)
     except OSError as error:
@@ -123,15 +131,13 @@ def check_rows(task: CheckTask) -> tuple[int, list[int]]:
             raise
         if len(task.checksums) > 1:
             # Read each row alone to find the rows that cannot be read.
-            return len(task.checksums), [row for part in _single_rows(task) for row in check_rows(part)[1]]
+            return [row for part in _single_rows(task) for row in wrong_rows(part, descriptor)]
         data = b""
-    finally:
-        os.close(descriptor)
     view, wrong = memoryview(data), []
     for number, (start, stop) in enumerate(itertools.pairwise(task.edges.tolist())):
         if stop > len(data) or crc32(view[start:stop]) != task.checksums[number]:
             wrong.append(task.start + number)
-    return len(task.checksums), wrong
+    return wrong
 
 
 def _single_rows(task: CheckTask) -> Iterator[CheckTask]:
