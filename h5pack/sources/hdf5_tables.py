@@ -34,7 +34,7 @@ from h5pack.read.hdf5 import (
 from h5pack.read.ragged import index_ragged, is_ragged, read_ragged
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import files_of
-from h5pack.sources.text_tables import class_ids
+from h5pack.sources.text_tables import class_ids, zero_for_minus_one
 from h5pack.system.files import absolute_path
 from h5pack.system.machine import available_memory
 from h5pack.system.text import format_bytes
@@ -133,9 +133,9 @@ def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.
         return _byte_table(path, name, values), columns
     labels = values.astype(np.int64)
     classes = attribute_names(dataset, schema.CLASSES) or _enum_names(dataset)
-    low, high = labels.min(initial=0), labels.max(initial=0)
-    if classes is None and schema.FORMAT not in file.attrs and (low, high) == (-1, 1) and labels.all():
-        labels = np.maximum(labels, 0)  # In a pack, and beside names of classes, -1 means that there is no label.
+    # In a pack, and beside names of classes, -1 means that there is no label. So it does if all labels are -1.
+    if classes is None and schema.FORMAT not in file.attrs and labels.max(initial=0) > 0:
+        labels = zero_for_minus_one(labels)
     if classes is not None and len(labels) and not schema.NO_LABEL <= labels.min() <= labels.max() < len(classes):
         found = f"has {len(classes)} classes, but values from {labels.min()} to {labels.max()}"
         if schema.FORMAT in file.attrs:
@@ -193,7 +193,7 @@ def read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
 
 def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Convert a table of numbers from 0 to 255 to uint8. In a column of only -1 and 1, as in CelebA, -1 becomes 0."""
-    fitted = np.where((np.abs(values) == 1).all(axis=0), values > 0, values)
+    fitted = zero_for_minus_one(values)
     if fitted.size and not 0 <= fitted.min() <= fitted.max() <= 255:
         found = f"holds numbers from {values.min():.0f} to {values.max():.0f}, but a column of labels holds 0 to 255"
         raise _label_error(path, name, f"{found} (or only -1 and 1)", _OTHER, _NONE, f"fields={name!r}")

@@ -40,6 +40,7 @@ from h5pack.sources.text_tables import (
     numbers,
     read_delimited,
     read_json_lines,
+    zero_for_minus_one,
 )
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
@@ -298,7 +299,8 @@ def _labels(table: TextTable, columns: tuple[str, ...]) -> tuple[npt.NDArray[Any
     labels = np.full(len(cells), schema.NO_LABEL, np.int64)
     whole = integers(cells[row] for row in known)
     if whole is not None:
-        labels[known] = np.maximum(whole, 0) if {*np.unique(whole)} == {-1, 1} else whole
+        # If all labels are -1, they mean that there is no label.
+        labels[known] = zero_for_minus_one(whole) if whole.max(initial=0) > 0 else whole
         return labels, None
     names, labels = class_ids(cells)
     if any(is_number(name) for name in names):

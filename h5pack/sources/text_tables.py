@@ -223,8 +223,8 @@ def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> 
     for position, column in enumerate(columns):
         cells = [_TRUTH.get(cell, cell.removesuffix(".0")) for cell in table.column(column)]
         values = integers(cells)
-        if values is not None and {*np.unique(values)} <= {-1, 1}:
-            values = np.maximum(values, 0)
+        if values is not None:
+            values = zero_for_minus_one(values)
         if values is None or (len(values) and not (values.min() >= 0 and values.max() <= 255)):
             # Show -1, which is allowed in some columns, only if no other cell is wrong.
             row = min((cell == "-1", row) for row, cell in enumerate(cells) if not _is_byte(cell))[1]
@@ -236,6 +236,11 @@ def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> 
             )
         result[:, position] = values
     return result
+
+
+def zero_for_minus_one(labels: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return labels, (N,) or (N, K), with 0 in place of -1 in each column of only -1 and 1, as CelebA has them."""
+    return np.where((np.abs(labels) == 1).all(axis=0), labels > 0, labels)
 
 
 def _is_byte(cell: str) -> bool:

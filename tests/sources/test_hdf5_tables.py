@@ -36,9 +36,12 @@ from tests.sources.test_hdf5_catalog import IMAGES, LABELS, ROWS, catalog, damag
         (np.array([5, 0] * 3, h5py.enum_dtype({"dog": 5, "cat": 0})), [5, 0] * 3, None),
         (np.array([True, False] * 3), [1, 0] * 3, None),
         (np.array([-1, 1] * 3), [0, 1] * 3, None),
+        (np.array([-1, 0, 1] * 2), [-1, 0, 1] * 2, None),
+        (np.array([-1] * ROWS), [-1] * ROWS, None),
         (np.array([-1, 1] * 3, h5py.enum_dtype({"dog": 1, "cat": 0}, "i1")), [-1, 1] * 3, ("cat", "dog")),
         (np.array([[-1, 1], [1, 1]] * 3), [[0, 1], [1, 1]] * 3, ("label_0", "label_1")),
         (np.array([[-1, 0], [1, 7]] * 3), [[0, 0], [1, 7]] * 3, ("label_0", "label_1")),
+        (np.array([[-1, 1]] * ROWS), [[0, 1]] * ROWS, ("label_0", "label_1")),
         (np.array([[0.0, 255.0]] * ROWS), [[0, 255]] * ROWS, ("label_0", "label_1")),
     ],
 )
