@@ -42,9 +42,7 @@ IMAGE_SUFFIXES = frozenset((
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
 RUN_AGAIN = "run again with resume=True (but without resume=True in an array job)"
-START_OVER = (
-    "start over with overwrite=True (in an array job, delete all of OUT.partial* and run all parts again instead)"
-)
+START_OVER = "start over with overwrite=True (in an array job, delete all of OUT.partial* and run all parts again)"
 STORAGE_ADVICE = f"repair the storage, then {RUN_AGAIN}"
 _BLOCK_NAMES = 65_536
 
@@ -481,7 +479,8 @@ def split_ids(
 ) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
     """Return the `split_names` and `split_ids` of `count` rows, given the rows of each split.
 
-    Rows in no split form a split named "rest". If splits overlap, raise SourceError; its message begins with `where`.
+    Rows in no split form a split named "rest", or "rest_" if another split has that name, and so on. If splits overlap,
+    raise SourceError; its message begins with `where`.
     """
     if not rows:
         return one_split(count)
@@ -491,7 +490,8 @@ def split_ids(
         if (ids[own] != len(rows)).any():
             raise SourceError(f"{where}: its splits overlap; correct the rows of its splits", path=path)
         ids[own] = number
-    return ((*rows, "rest") if (ids == len(rows)).any() else tuple(rows)), ids
+    rest = next(name for length in itertools.count() if (name := "rest" + "_" * length) not in rows)
+    return ((*rows, rest) if (ids == len(rows)).any() else tuple(rows)), ids
 
 
 def sample_name(index: int) -> str:
