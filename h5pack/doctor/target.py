@@ -217,12 +217,12 @@ class Target:
     def use_whole_batch(self) -> None:
         """Run the step once on a whole batch, and use this batch from now on. If the step fails, record the failure.
 
-        Raise OptionsError if the batch cannot be copied to the device and normalized there.
+        Raise OptionsError if the batch does not fit on the device.
         """
         try:
             self.stages = DeviceStages(self.device, self._sample, self._normalize)
-        except RuntimeError as error:  # such as torch.OutOfMemoryError
-            what = f"a batch of {len(images_of(self._sample))} images cannot be prepared on {self.device}"
+        except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+            what = f"a batch of {len(images_of(self._sample))} images does not fit on {self.device}"
             text = f"{what} ({error_line(error)}); give a smaller batch_size"
             raise OptionsError(text, parameters=("batch_size",)) from error
         step = self.step

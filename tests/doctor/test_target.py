@@ -16,6 +16,7 @@ import torch
 from PIL import Image
 
 import h5pack
+from h5pack import cli
 from h5pack.device.batch import images_of
 from h5pack.doctor.device_stages import DeviceStages
 from h5pack.doctor.diagnose import Diagnosis
@@ -132,17 +133,23 @@ def test_the_stored_bytes_of_jpegs_and_virtual_files(tmp_path: Path) -> None:
             assert low <= target._stored_bytes() <= high
 
 
-def test_a_batch_that_does_not_fit_on_the_device_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("failure", [torch.cuda.OutOfMemoryError("out of memory"), MemoryError(), RuntimeError("a\nb")])
+def test_only_a_batch_that_does_not_fit_on_the_device_is_called_too_large(
+    failure: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     class Small(DeviceStages):
         def __init__(self, device: Any, batch: Any, normalize: Any) -> None:
             if len(batch[0]) > 12:
-                raise torch.OutOfMemoryError("CUDA out of memory")
+                raise failure
             super().__init__(device, batch, normalize)
 
     monkeypatch.setattr("h5pack.doctor.target.DeviceStages", Small)
-    with pytest.raises(OptionsError) as caught:
-        h5pack.diagnose(write(tmp_path / "f.h5", images=values()), batch_size=20, seconds=60, device="cpu")
-    assert caught.value.parameters == ("batch_size",)
+    path, is_plain = write(tmp_path / "f.h5", images=values()), type(failure) is RuntimeError
+    with pytest.raises(RuntimeError if is_plain else OptionsError) as caught:
+        h5pack.diagnose(path, batch_size=20, seconds=60, device="cpu")
+    assert getattr(caught.value, "parameters", None) == (None if is_plain else ("batch_size",))
+    assert cli.main(["doctor", str(path), "--batch-size", "20", "--device", "cpu"]) == (1 if is_plain else 2)
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_what_a_file_decodes_is_known(tmp_path: Path) -> None:
