@@ -175,7 +175,6 @@ def preview(
     source = open_rows(path, datasets, splits)
     shown = _sample_rows(source, per_class, max_classes, seed)
     rows = sorted(row for split in shown for one in split.classes for row in one.shown)
-    _require_size(len(rows) * (1 + len(source.catalog.pixel_fields)) * tile, tile, file_format="PNG")
     index_of = dict(zip(rows, np.searchsorted(source.rows, rows).tolist(), strict=True))
     pictures, errors = _read(path, source, index_of, tile)
     lines = list(_lines(os.path.basename(path), source, seed, shown))
@@ -272,6 +271,8 @@ def _read(
                 picture = scaled(data if isinstance(data, np.ndarray) else decoder.pixels(data), tile)
                 masks = [reader.read_field(number, index, "") for number in range(len(reader.masks))]
                 pictures[row] = _beside(picture, masks)
+                # All cells of the sheet have at least the size of this picture.
+                _require_size(len(index_of) * pictures[row].width, pictures[row].height, file_format="PNG")
             except RejectedImageError as error:
                 errors[row] = error
             except SourceError as error:

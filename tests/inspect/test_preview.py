@@ -301,12 +301,30 @@ def test_bad_options(tmp_path: Path) -> None:
             preview(source, tmp_path / out)
     with h5py.File(source, "a") as file:
         file["y"][...] = np.arange(ROWS)
-    too_large = {"o.png": {"tile": 2048, "labels": "", "per_class": 48}, "o.webp": {"tile": 300, "max_classes": 60}}
+    too_large = {"o.png": {"tile": 2048, "labels": "", "per_class": 60}, "o.webp": {"tile": 300, "max_classes": 60}}
     for out, keywords in too_large.items():
         with pytest.raises(OptionsError) as caught:
             preview(source, tmp_path / out, images="x", **keywords)  # type: ignore[arg-type]
         assert caught.value.parameters == ("per_class", "max_classes", "tile")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.h5", "f.png", "folder.png"]
+
+
+def test_a_sheet_of_wide_images_is_not_refused_for_the_height_of_its_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_PIXELS", 1_000_000)
+    source = hdf5_file(tmp_path / "f.h5", images=np.zeros((100, 8, 128, 3), np.uint8))
+    report = preview(source, per_class=100)
+    assert report.images == 100
+    assert report.width * report.height < 1_000_000 < 100 * 128 * 128
+    opened = open_rows(source, HDF5Datasets())
+    monkeypatch.setattr(module, "open_rows", lambda *_: opened)
+    monkeypatch.setattr(module, "MAX_PIXELS", 100_000)
+    monkeypatch.setattr("h5pack.sources.hdf5_rows._BATCH_BYTES", 1)  # read row by row
+    with pytest.raises(OptionsError):
+        preview(source, per_class=100)
+    # The first image shows that the sheet is too large.
+    assert opened.reader.engine.snapshot().rows == 1
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
