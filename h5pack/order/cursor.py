@@ -38,7 +38,7 @@ def _rows_text(order: dict[str, Any]) -> str:
     """Describe the rows in the identity of an order: their range if it is known, else only their number."""
     start, rows = order.get("start"), order.get("rows")
     if isinstance(start, int) and isinstance(rows, int):
-        return f"rows {start} to {start + rows - 1}"
+        return f"rows {start} to {start + rows - 1}" if rows > 0 else f"{rows} rows from row {start}"
     return f"{rows} rows"
 
 

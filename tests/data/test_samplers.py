@@ -7,6 +7,7 @@ import inspect
 import itertools
 import json
 import pickle
+import re
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
@@ -448,6 +449,19 @@ def test_a_state_belongs_to_the_rows_of_its_pack(tmp_path: Path, kind: str, sett
         assert caught.value.parameters == ("dataset",)
     # States of the releases before did not have it.
     other.resumed({**state, "order": {name: one for name, one in state["order"].items() if name != "pack_digest"}})
+
+
+def test_states_of_empty_splits_are_refused_without_impossible_ranges(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["images"] = np.zeros((8, 12, 12, 3), np.uint8)
+        file["splits/name"], file["splits/rows"] = ["none", "other"], [[0, 0], [5, 5]]
+    splits = (None, "none", "other")
+    samplers = [h5pack.ChunkSampler(h5pack.H5Dataset(tmp_path / "f.h5", split=split)) for split in splits]
+    for saved, loaded in itertools.permutations(samplers, 2):
+        with pytest.raises(StateError) as caught:
+            loaded.load_state_dict(saved.state_dict())
+        ranges = re.findall(r"rows (\d+) to (-?\d+)", str(caught.value))
+        assert all(int(first) <= int(last) for first, last in ranges)
 
 
 @KINDS
