@@ -17,9 +17,11 @@ import numpy.typing as npt
 
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
+from h5pack.format.schema import FilterId
 from h5pack.read.codecs import Codec, UnsupportedFilterError, find_codec
 from h5pack.read.hdf5 import (
     ChunkTable,
+    Filter,
     chunk_grid,
     chunk_table,
     dataset_error,
@@ -27,6 +29,7 @@ from h5pack.read.hdf5 import (
     find_item,
     metadata_problem,
     require_filters,
+    stored_options,
 )
 from h5pack.read.storage import SourceFile, has_preadv
 from h5pack.system.arrays import consecutive_runs
@@ -34,6 +37,7 @@ from h5pack.system.properties import cached_property
 
 _MAX_GROUP_ROWS = 4_096
 """Maximum number of rows in a chunk group of a contiguous dataset, so that shuffle windows stay small."""
+_METHODS: dict[int, str] = {FilterId.GZIP: "gzip", FilterId.ZSTD: "zstd", FilterId.BITSHUFFLE: "bitshuffle-lz4"}
 _LISTS_CHUNKS = hasattr(h5py.h5d.DatasetID, "chunk_iter")
 _COUNTS_USER_BLOCK = (1, 14, 4)
 """First HDF5 version whose chunk offsets count from the start of the file. In earlier versions they count from the end
@@ -254,7 +258,7 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
         stored = np.minimum(dataset.shape[0] - numbers * chunk_rows, chunk_rows) * row_bytes
         if codec is not None:
             stored = table.sizes.copy()
-            stored_checksums = _stored_checksums(file, name, table)
+            stored_checksums = _stored_checksums(file, name, table, filters)
             if codec.steps:
                 # Writers may leave edge chunks unfiltered although their mask is 0 (H5Pset_chunk_opts). If an edge
                 # chunk has the size of a decoded chunk, it is unknown whether it was filtered. So HDF5 must read it.
@@ -291,12 +295,17 @@ def index_checksums(file: h5py.File, name: str, rows: int) -> dict[str, ChunkInd
     return {path: index_dataset(file, found, path)} if fits else {}
 
 
-def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDArray[np.uint32] | None:
+def _stored_checksums(
+    file: h5py.File, name: str, table: ChunkTable, filters: tuple[Filter, ...]
+) -> npt.NDArray[np.uint32] | None:
     """Return the checksums of the stored chunks; None if there are none, or if they do not belong to these chunks.
 
     If another program rewrote the chunks, their number or their total size usually differs from the number of
-    checksums, or from the total size that is stored with the checksums.
+    checksums, or from the total size that is stored with the checksums. Incompressible or constant rows may keep their
+    sizes at another compression level, so the filter must also be that of the pack's options.
     """
+    if _compression(filters) != stored_options(file).get("compression"):
+        return None
     found = find_item(file, f"{schema.CHUNK_CHECKSUMS}/{name}")
     if not isinstance(found, h5py.Dataset) or found.shape != table.sizes.shape or found.dtype != np.uint32:
         return None
@@ -304,6 +313,14 @@ def _stored_checksums(file: h5py.File, name: str, table: ChunkTable) -> npt.NDAr
         return None
     checksums: npt.NDArray[np.uint32] = found[()]
     return checksums
+
+
+def _compression(filters: tuple[Filter, ...]) -> str | None:
+    """Return the value of the option `compression` that gives these filters; None if there is none."""
+    if len(filters) != 1 or filters[0].number not in _METHODS:
+        return None
+    method = _METHODS[filters[0].number]
+    return method if method == "bitshuffle-lz4" else ":".join(map(str, (method, *filters[0].parameters[:1])))
 
 
 def contiguous_group_rows(rows: int, row_bytes: int) -> int:

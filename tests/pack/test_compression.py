@@ -39,7 +39,7 @@ from h5pack.pack.finish import is_complete
 from h5pack.pack.options import ConvertOptions
 from h5pack.system.processes import run
 from tests.crashing import convert_in_child, convert_until, distinct_steps, kill_while_held, leftovers, lose_pages
-from tests.makers import flat_folder, quick
+from tests.makers import flat_folder, hdf5_file, quick
 from tests.read.files import flip_in_chunk
 
 # The filter and its parameters (the plugin puts its version and the size of an element in front), and h5py's arguments.
@@ -164,6 +164,24 @@ def test_damage_is_found_in_the_chunk_that_has_it(packs: dict[str, Path], tmp_pa
     flip_in_chunk(shutil.copy(packs[name], tmp_path / "o.h5"), 3, "images")
     damaged = h5pack.verify(tmp_path / "o.h5").damaged["images"]
     assert set() < set(damaged) <= set(range(21, 28))
+
+
+def test_chunks_compressed_again_at_another_level_to_the_same_size_are_read(tmp_path: Path) -> None:
+    images = np.random.default_rng(0).integers(0, 256, (6, 64, 64, 3), np.uint8)
+    hdf5_file(tmp_path / "noise.h5", images=images)
+    h5pack.convert(tmp_path / "noise.h5", tmp_path / "o.h5", **options("gzip:1", chunk_rows=2, order="sorted"))
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        attributes = dict(file["images"].attrs)
+        del file["images"]
+        again = file.create_dataset("images", data=images, chunks=(2, 64, 64, 3), compression=9)
+        again.attrs.update(attributes)
+        stored = [again.id.read_direct_chunk((row, 0, 0, 0))[1] for row in (0, 2, 4)]
+        checksums = file["checksums/chunks/images"]
+        assert sum(map(len, stored)) == checksums.attrs["stored_bytes"]
+        assert [zlib.crc32(chunk) for chunk in stored] != checksums[()].tolist()
+    assert h5pack.verify(tmp_path / "o.h5").ok
+    dataset = h5pack.H5Dataset(tmp_path / "o.h5", check=True)
+    assert all(np.array_equal(dataset[row].image, images[row]) for row in range(6))
 
 
 @pytest.mark.parametrize("name", ["gzip:1", "gzip:9", "zstd", "bitshuffle-lz4"])
