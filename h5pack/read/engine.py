@@ -300,7 +300,7 @@ class Engine:
     def decoding_bytes(self, num_threads: int, *, keep: bool) -> int:
         """Return the maximum memory in bytes for `rows_in_chunk` in `num_threads` threads, with the cache if `keep`."""
         largest = max((index.decoding_bytes for index in self.indexes.values()), default=0)
-        return num_threads * largest + (self.chunks.cache.capacity if keep and largest else 0)
+        return num_threads * largest + (min(self._decoded_bytes, self.chunks.cache.capacity) if keep else 0)
 
     def decoded_bytes(self) -> int:
         """Return the total size in bytes of the decoded chunks of all datasets.

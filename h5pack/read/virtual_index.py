@@ -79,6 +79,12 @@ class VirtualIndex(ChunkIndex):
             if not source.index.is_empty
         )
 
+    @property
+    def decoded_bytes(self) -> int:
+        # Each range may be in a chunk of its own, of which the other rows are not in this dataset.
+        rows = [0 if source.index.codec is None else source.index.chunk_rows for source in self.sources]
+        return int(np.array(rows, np.int64)[self.source_ids].sum()) * self.row_bytes
+
     @cached_property
     def files(self) -> frozenset[SourceFile]:
         found = {source.file for source in self.sources if not source.index.is_empty}

@@ -550,6 +550,14 @@ def test_chunks_that_fit_the_cache_are_decoded_once(
     assert [bool(count) for count in read[1:]] == [not fits, not fits]
 
 
+def test_a_full_shuffle_of_few_compressed_chunks_needs_memory_for_these(tmp_path: Path) -> None:
+    path = packs.labeled(tmp_path / "f.h5", compression="gzip")
+    dataset = h5pack.H5Dataset(path)
+    loader = h5pack.H5Loader(dataset, 16, shuffle="full", num_threads=2, prefetch_factor=1, memory_bytes=10**6)
+    packs.require_values(loader, packs.values())
+    assert dataset.engine.chunks.cache.bytes <= dataset.engine.decoded_bytes() < loader.memory_bytes <= 10**6
+
+
 @pytest.mark.parametrize("dtype", ["u1", ">u2"])
 @pytest.mark.parametrize("storage", [{"compression": "gzip"}, {"chunks": (10, 16, 9, 3)}], ids=["gzip", "cut chunks"])
 def test_later_epochs_copy_decoded_rows_from_one_array(

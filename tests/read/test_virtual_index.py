@@ -298,6 +298,16 @@ def test_cached_chunks_of_different_files_differ(tmp_path: Path) -> None:
         assert engine.chunks.cache.bytes <= 2 * chunk, "all files share the room"
 
 
+def test_decoded_bytes_count_whole_chunks_of_sources(tmp_path: Path) -> None:
+    values = numbers((12, 900), "u1", 0)
+    write(tmp_path / "s.h5", values, "whole_gzip", chunk_rows=4)
+    write_virtual(tmp_path / "v.h5", (3, 900), *(taken(at, "s.h5", (12, 900), 4 * at, 1) for at in range(3)))
+    engine = engine_of(tmp_path / "v.h5")
+    for row in range(3):
+        assert np.array_equal(engine.read("x", [row]), values[[4 * row]])
+    assert engine.decoded_bytes() == engine.chunks.cache.bytes == 12 * 900
+
+
 def test_files_are_opened_when_they_are_read_and_few_stay_open(tmp_path: Path) -> None:
     for number in range(20):
         write(tmp_path / f"m{number}.h5", numbers((2, 600), "u1", number), "contiguous" if number % 2 else "rows")
