@@ -211,6 +211,13 @@ def _check_indices(given: Any, count: int, what: str) -> npt.NDArray[np.int64]:
     numbers = indices.astype(np.int64, copy=False)
     return np.where(numbers < 0, numbers + count, numbers) if (numbers < 0).any() else numbers
 
+def distributed_ranks() -> tuple[int, int] | None:
+    """Return the rank and the number of ranks of torch.distributed, or None if it is not initialized."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return None
+
+
 
 def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     """Return (rank, num_replicas): the arguments, else the values of torch.distributed, else (0, 1)."""
@@ -221,8 +228,8 @@ def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]
         )
     if rank is not None and num_replicas is not None:
         return whole_number("rank", rank, None), whole_number("num_replicas", num_replicas, 1)
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if (ranks := distributed_ranks()) is not None:
+        return ranks
     if launched_number("WORLD_SIZE", 1) > 1:
         warnings.warn(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialized yet: every process "
@@ -234,8 +241,7 @@ def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]
 
 def warn_of_later_ranks() -> None:
     """Warn if torch.distributed was initialized only after a loader was created, which therefore reads all rows."""
-    connected = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if connected and torch.distributed.get_world_size() > 1:
+    if (distributed_ranks() or (0, 1))[1] > 1:
         warnings.warn(
             "torch.distributed was initialized after the loader was created: every process reads all rows; create the "
             "loader later (in Lightning, in a method such as train_dataloader), or give rank and num_replicas",

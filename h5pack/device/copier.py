@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed
 
 from h5pack.data.samples import can_join
+from h5pack.data.selection import distributed_ranks
 from h5pack.device.batch import images_of, map_tensors, named_elements, repeats_of, tensors_of
 from h5pack.device.loader_wrapper import FetchedBatch
 from h5pack.device.profiling import profiler_range
@@ -244,8 +244,7 @@ def outside_inference_mode() -> Iterator[None]:
 @contextlib.contextmanager
 def _seeded(device: torch.device, epoch: int, number: int) -> Iterator[None]:
     """Seed torch's generators of the CPU and of a CUDA `device` in the context, and restore their states afterwards."""
-    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    rank = torch.distributed.get_rank() if is_distributed else 0
+    rank, _ = distributed_ranks() or (0, 1)
     seed = derive_key(torch.initial_seed(), epoch, number, rank) >> 1
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if on_cuda else []):

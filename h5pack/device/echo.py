@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from h5pack.data.iteration import BatchIterator
+from h5pack.data.selection import distributed_ranks
 from h5pack.device.batch import mark_echoed, repeats_of
 from h5pack.device.loader_wrapper import (
     BatchFetcher,
@@ -200,8 +201,7 @@ class EchoLoader(LoaderWrapper):
         }
 
     def _require_one_rank(self) -> None:
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if self.factor == _AUTO and distributed and torch.distributed.get_world_size() > 1:
+        if self.factor == _AUTO and (distributed_ranks() or (0, 1))[1] > 1:
             raise OptionsError(
                 "factor='auto' would give each rank a different number of steps; give a number in distributed training",
                 parameters=("factor='auto'",),

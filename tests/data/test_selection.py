@@ -191,6 +191,7 @@ def test_a_loader_older_than_torch_distributed_warns(
     list(assumed)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     with pytest.warns(UserWarning, match="initialized after") as caught:
         list(assumed)
     assert [warning.filename for warning in caught] == [__file__], "points to the loop"

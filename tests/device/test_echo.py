@@ -481,6 +481,7 @@ def test_auto_refuses_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     echo = EchoLoader(Gated(released=20), "auto")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     for start in (lambda: iter(echo), lambda: EchoLoader(Gated(released=20), "auto")):
         with pytest.raises(OptionsError):
             start()
