@@ -391,7 +391,7 @@ def _legend(report: BenchReport) -> list[str]:
         marks.append("chunk: uncompressed size x (stored bytes / uncompressed bytes, of all images)")
     readers = {
         "direct": "H5Loader, without the HDF5 library if possible; single: H5Dataset",
-        "tuned": "H5Loader through the HDF5 library, with a chunk cache for reading in any order; single: h5py",
+        "tuned": "H5Loader through the HDF5 library, with a chunk cache that suits any order; single: h5py",
         "default": "plain h5py, row by row (sequential: a batch at a time), with its default chunk cache",
     }
     return [

@@ -101,11 +101,10 @@ def option_text(text: str, fragments: Sequence[str], parser: argparse.ArgumentPa
 
 
 def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
-    """Return the command-line option for ``name`` or ``name=value``; None if the command has no such option.
+    """Return the command's option for a fragment ``name`` or ``name=value``, or None if it has no such option.
 
-    ``name=True`` becomes ``--name`` even if the command has no such option, because the message may recommend another
-    command. For example, doctor refuses the file of an unfinished conversion, and recommends running the conversion
-    again with ``resume=True``.
+    But ``name=True`` always becomes ``--name``, because the message may recommend another command. For example, doctor
+    refuses the file of an unfinished conversion, and recommends running the conversion again with ``resume=True``.
     """
     name, _, text = fragment.partition("=")
     try:

@@ -191,7 +191,7 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         target.make_step()
         for at_least, probably in target.batch_seconds():
             self._batch_seconds = at_least
-            # Refuse before the first whole batch if that batch, or all measurements, would end too late.
+            # Refuse now if there is too little time, either for one whole batch or for all measurements.
             if self._is_hopeless(_MIN_BATCHES * at_least) or at_least > self._left():
                 self._refuse(_MIN_BATCHES * probably)
         target.use_whole_batch()
@@ -317,8 +317,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
         threads, reasons = torch.get_num_threads(), self.target.reasons
         if self.target.on_gpu or threads < 2 or Stage.STEP not in self._runs or Stage.STEP in reasons:
             return []
-        # If the file does not fit into memory, the stage "everything together" is measured later, and reads from the
-        # disk. In this case, compare two further loops, whose rows are in the page cache.
+        # Compare loops that read from the page cache. If the file does not fit into memory, the stage "everything
+        # together" is measured later and reads from the disk, so also measure a loop with all threads here.
         together = self._runs.get(Stage.EVERYTHING) or next(iter(self.target.loop(self.target.hot_rows)), None)
         if together is None or Stage.EVERYTHING in reasons:
             return []

@@ -59,15 +59,12 @@ class Repeat:
 
 
 def min_total_seconds(runs: Iterable[StageRun]) -> float:
-    """Return how many seconds `MIN_REPEATS` repeats of each stage take, if each is as short as possible."""
+    """Return the shortest time, in seconds, in which all stages can be measured `MIN_REPEATS` times."""
     return MIN_REPEATS * sum(run.total_seconds for run in runs)
 
 
 def repeats_within(runs: Sequence[StageRun], seconds: float) -> int:
-    """Return the number of repeats of each stage: MAX_REPEATS or MIN_REPEATS.
-
-    It is MAX_REPEATS if that many repeats of each stage, as short as possible, take at most half of `seconds`.
-    """
+    """Return the number of repeats of each stage: MAX_REPEATS if they fit into half of `seconds`, else MIN_REPEATS."""
     roomy = seconds >= 2 * MAX_REPEATS / MIN_REPEATS * min_total_seconds(runs)
     return MAX_REPEATS if roomy else MIN_REPEATS
 
@@ -133,12 +130,12 @@ class Meter:
             torch.cuda.synchronize(self._cuda)
 
     def waits(self) -> npt.NDArray[np.float64]:
-        """Return three durations in seconds, summed over all iterations, float64 (3,).
+        """Return three sums over all iterations so far, in seconds, float64 (3,).
 
-        - How long the training step has waited for batches.
-        - How long the training step's thread has normalized (0 on a GPU).
-        - How long the loader's consumer has waited for the loader. Without monitors, this is the time of the clock, so
-          that the consumer counts as always waiting.
+        - The time for which the training step waited for batches.
+        - The time for which the training step's thread normalized images (0 on a GPU).
+        - The time for which the loader's consumer waited for the loader. Without monitors, it counts as waiting all the
+          time, so this is the time of the clock.
         """
         if self._step is None or self._loader is None:
             return np.array([0.0, 0.0, time.perf_counter()])

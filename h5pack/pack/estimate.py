@@ -123,8 +123,8 @@ def _copy_seconds(plan: KeptPlan, num_workers: int) -> float:
 def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     """Yield one list of catalog indices per task, in random order.
 
-    Images that the source reads together, such as those of a chunk, are in the same task. At most 256 images of such a
-    group are used. If images are arrays, and 16 MiB hold more than 256 of them, at most 16 MiB are used.
+    Images that the source reads together, such as those of a chunk, are in the same task. Of such a group, at most 256
+    images are used. If images are arrays, and more than 256 of them fit into 16 MiB, that many are used.
     """
     origins = plan.row_order.origins
     groups = plan.catalog.reader.groups(origins)

@@ -306,7 +306,7 @@ class ArchiveReader(SourceReader):
         return SurveyedImage(header, named_fingerprint(name, *parts))
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        # One image per file is enough, because its fingerprint includes the file's size and time.
+        # One image per archive is enough, because the fingerprint of an image includes the archive's size and time.
         return indices[np.unique(self.members[indices, -1], return_index=True)[1]]
 
     def _member(self, index: int) -> Member:

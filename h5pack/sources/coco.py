@@ -117,7 +117,7 @@ def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
 
 
 def _split_of(path: Path) -> str:
-    """Return the split that an annotation file's name denotes, or else its folder's name; else the file's stem."""
+    """Return the split of an annotation file: from its name, else its folder's name, else the stem of the file."""
     match, folder = _NAME.fullmatch(path.name), path.absolute().parent.name
     return match[2] if match is not None else folder if is_split_name(folder) else path.stem
 
@@ -148,7 +148,7 @@ def _image_folder(file: Path, split: str, images: Collection[_Image], top: Path 
 
 
 def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int) -> None:
-    """Add the images of an annotation file to `images`, its categories to `found`, and its annotations to both."""
+    """Read an annotation file: add its images to `images`, its categories to `found`, its annotations to both."""
     try:
         content = json.loads(path.read_bytes())
         entries, annotations = content["images"], content["annotations"]

@@ -41,7 +41,7 @@ from h5pack.system.text import format_bytes
 
 FIELDS_ADVICE = "fields=[NAME]"
 _LABELS = ("labels", "label", "targets", "target", "y", "class", "category")
-# Matches the word for images in a dataset's name, such as "images", "train/images", "train_set_x" or "X".
+# Matches a dataset's path if it contains a word for images: "images", "train/images", "train_set_x" or "X".
 IMAGE_WORD = re.compile(r"(?<![a-z])(?:images?|imgs?|x)(?![a-z])", re.IGNORECASE)
 
 

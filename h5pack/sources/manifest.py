@@ -270,7 +270,7 @@ def _joined_classes_note(columns: Sequence[str], names: Sequence[str]) -> tuple[
     for separator in "|,; ":
         joined = [name for name in known if separator in name and known.issuperset(name.split(separator))]
         if joined:
-            advice = "if images have several classes, make a column of 0 and 1 for each class, for label_columns"
+            advice = "if images have several classes, give a column of 0 and 1 for each class, with label_columns"
             return (Note(f"column {columns[0]!r} joins classes, as in {min(joined)!r}; {advice}", ("label_columns",)),)
     return ()
 

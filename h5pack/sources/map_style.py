@@ -52,7 +52,7 @@ MASKS = ("mask", "masks")
 _TRIED_SAMPLES = 16
 """Maximum number of samples to try to read. The first sample that can be read shows which keys are masks."""
 _UNENCODABLE = re.compile("[\0\ud800-\udc7f\udd00-\udfff]")
-"""NUL and surrogates that stand for no byte of a file name, which a `NameTable` cannot store."""
+"""What a `NameTable` cannot store: NUL, and surrogates that do not stand for a byte of a file name."""
 _NOT_UINT8 = (
     "images must be uint8 (0 to 255); leave out the transform that changed them (such as ToTensor), or convert floats "
     "in 0..1 with (255 * image).round() to uint8"
@@ -244,7 +244,7 @@ def with_labels(catalog: Catalog, labels: npt.NDArray[Any] | None, unused: Itera
 
 @dataclass(frozen=True)
 class _Known:
-    """Properties of a dataset and of its samples that attributes of the dataset show."""
+    """Properties of a dataset and its samples that are known from its attributes, without reading any sample."""
 
     count: int
     names: Sequence[str] | None = None  # names of the samples' files

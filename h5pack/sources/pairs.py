@@ -159,7 +159,7 @@ def _shared(stems: Iterable[str]) -> tuple[str, str]:
     while is_split_name(os.path.basename(folder)):
         folder = os.path.dirname(folder)
     parts = [re.split("(?=[_-])", name)[:0:-1] for name in names]
-    # All lists begin with the items with which both the smallest and the largest list begin.
+    # If the smallest and the largest list begin with the same items, so do all lists, because they are between the two.
     extremes = zip(min(parts), max(parts), strict=False)
     ending = [part for part, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], extremes)]
     return folder and f"{folder}/", "".join(ending[::-1])

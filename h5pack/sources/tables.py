@@ -91,7 +91,7 @@ class TableReader(SourceReader):
         return SurveyedImage(header, named_fingerprint(name, len(data), file.identity.size, file.identity.modified_ns))
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        # One image per file is enough, because its fingerprint includes the file's size and time.
+        # One image per file is enough, because the fingerprint of an image includes the file's size and time.
         return indices[np.unique(self.rows[indices, 0], return_index=True)[1]]
 
     def _load(self, number: int, row_group: int) -> Any:

@@ -46,10 +46,10 @@ def _interleaved(column, spot, CHANNELS: tl.constexpr, VALUES: tl.constexpr):  #
 def _constants_of(  # type: ignore[no-untyped-def]
     constants, first, spot, CHANNELS: tl.constexpr, PLANAR: tl.constexpr, FINE: tl.constexpr
 ):
-    """Return center, coarse, fine and bias of the values of a vector whose first value is of the channel `first`.
+    """Return center, coarse, fine and bias for each value of a vector. Its first value belongs to the channel `first`.
 
-    PLANAR: all values are of this channel. Otherwise, the constants of each channel are loaded once. The compiler knows
-    each `spot`, so no selection (`tl.where` on `is_later`) is left at run time.
+    With PLANAR, so do all other values. Otherwise, the constants of each channel are loaded once. The compiler knows
+    each `spot`, so it evaluates `is_later`, and no `tl.where` on it is left at run time.
     """
     center, coarse, fine, bias = _load_constants(constants + first, CHANNELS, FINE)
     for later in tl.static_range(1, 1 if PLANAR else CHANNELS):
@@ -190,7 +190,7 @@ def _copy_rows(  # type: ignore[no-untyped-def]
             blue = tl.load(source + 2 * stride_channel).to(tl.int32) & bits
         if ERASES:
             in_box = box_row.to(tl.uint32, bitcast=True) < box_height.to(tl.uint32, bitcast=True)
-            # `box_height >> 31` is 0. With the constant 0, the compiler would test `in_box` for each value.
+            # The compiler does not know that `box_height >> 31` is 0. For a plain 0, it would test `in_box` per value.
             kept = box_bits | tl.where(in_box, box_height >> 31, -1)
         for other in tl.static_range(1 if PLANES <= 1 else PLANES):
             if PLANES > 1:

@@ -135,12 +135,12 @@ def _launch_image(
 
 @functools.lru_cache(256)
 def plan_lines(lines: int, length: int, values: int, vectors: int, turns: int) -> tuple[int, int]:
-    """Return the period (the distance between the lines of a thread) and the number of programs for a part.
+    """Return the period (the distance between successive lines of a thread) and the number of programs for a part.
 
-    A line has `length` values. A program computes `vectors` vectors of `values` values at a time. In lines that are a
-    period apart, the same columns are at multiples of 16 bytes. The period is chosen so that a program's loop has at
-    most `turns` turns, and that the product of programs and turns is smallest. In this product, the preparation of a
-    program counts as three more turns.
+    A line has `length` values. A program has a loop, in each turn of which it computes `vectors` vectors of `values`
+    values. The period is such that the same columns of a thread's lines are multiples of 16 bytes apart. Of the periods
+    for which a loop has at most `turns` turns, return the one with the smallest product of programs and turns, where
+    the preparation of a program counts as three more turns.
     """
     least = values // math.gcd(length, values)
     per_line = max(1, length // values)
