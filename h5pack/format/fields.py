@@ -232,7 +232,7 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
     """Return one field's values as rows. Each value is a text, a list of texts, a number, an array, or None.
 
     - If there are texts, `parse_texts` converts all values.
-    - Numbers, and arrays of one shape, become an array (N, ...), in which None becomes zeros.
+    - Numbers, and arrays of one shape, become an array (N, ...), in which None becomes NaN, or 0 if they are integers.
     - Arrays that differ only in length become ragged rows, in which None becomes a row without entries. An empty list
       counts as such an array, whatever the shape of the other arrays' entries.
 
@@ -266,7 +266,7 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
                 problem = "which does not fit into uint64, but other integers do not fit into int64"
                 raise FieldValueError(row, f"is {short_repr(values[row])}, {problem}")
     if len({array.shape for array in arrays.values()}) < 2 and len(arrays) == len(given):
-        fixed = np.zeros((len(values), *first.shape), dtype)
+        fixed = np.full((len(values), *first.shape), np.nan if dtype.kind == "f" else 0, dtype)
         for row, array in arrays.items():
             fixed[row] = array
         return fixed
