@@ -115,9 +115,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if handler is not signal.SIG_IGN:
             signal.signal(number, stop)
     unraisable_hook = sys.unraisablehook
-    sys.unraisablehook = partial(_resend_signal, unraisable_hook)
+    sys.unraisablehook = partial(stop.resend, unraisable_hook)
     try:
-        code: int = arguments.run(arguments)
+        try:
+            code: int = arguments.run(arguments)
+        except Exception:
+            # If Python dropped the exception of a SIGTERM to the whole process group, the error is that a worker died.
+            stop.await_resent()
+            raise
         sys.stdout.flush()
         return code
     except H5PackError as error:
@@ -140,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"h5pack: {printable(_unexpected(error))}", file=sys.stderr)
         return 1
     finally:
+        stop.cancel_resending()
         sys.unraisablehook = unraisable_hook
         for number, handler in before.items():
             if handler is not None:
@@ -176,22 +182,6 @@ def _unexpected(error: Exception) -> str:
     return f"{type(error).__name__}: {error} (run again with --debug for the traceback)"
 
 
-def _resend_signal(previous_hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Send SIGINT or SIGTERM again if Python dropped the exception that the signal handler raised.
-
-    Python drops exceptions that are raised in ``__del__`` and in weakref callbacks, and calls this hook. If the dropped
-    exception is not from the signal handler, call `previous_hook`.
-    """
-    error = unraisable.exc_value
-    if not isinstance(error, KeyboardInterrupt):
-        previous_hook(unraisable)
-        return
-    number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
-    # Wait, because Python also drops an exception that is raised while this hook runs. Wait for more than
-    # `_REPEAT_SECONDS`, because `_SignalHandler` ignores a second signal during that time.
-    threading.Timer(_REPEAT_SECONDS + 0.1, signal.pthread_kill, [threading.main_thread().ident, number]).start()
-
-
 def _joined(argv: Sequence[str]) -> list[str]:
     """Join --value-range and its value with "=", because argparse would treat a value such as -1:1 as an option."""
     joined: list[str] = []
@@ -213,12 +203,40 @@ class _SignalHandler:
 
     def __init__(self) -> None:
         self._last_time = -math.inf
+        self._timer: threading.Timer | None = None  # sends a signal again
 
     def __call__(self, number: int, frame: Any) -> None:
         now = time.monotonic()
         if now - self._last_time > _REPEAT_SECONDS:
             self._last_time = now
             raise _Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    def resend(self, previous_hook: Callable[[Any], object], unraisable: Any) -> None:
+        """Send SIGINT or SIGTERM again if Python dropped the exception that this handler raised.
+
+        Python drops exceptions that are raised in ``__del__``, in weakref callbacks and while it forks, and calls this
+        hook. If the dropped exception is not from this handler, call `previous_hook`.
+        """
+        error = unraisable.exc_value
+        if not isinstance(error, KeyboardInterrupt):
+            previous_hook(unraisable)
+            return
+        number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
+        # Wait, because Python also drops an exception that is raised while this hook runs. Wait for more than
+        # `_REPEAT_SECONDS`, because the handler ignores a second signal during that time.
+        thread = threading.main_thread().ident
+        self._timer = threading.Timer(_REPEAT_SECONDS + 0.1, signal.pthread_kill, [thread, number])
+        self._timer.start()
+
+    def await_resent(self) -> None:
+        """Wait for a signal that is still to be sent again, which raises its exception; return if there is none."""
+        if self._timer is not None:
+            self._timer.join()
+
+    def cancel_resending(self) -> None:
+        """Do not send a signal again, because its handler is about to be replaced."""
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 def _interrupted(arguments: argparse.Namespace) -> str:

@@ -310,6 +310,37 @@ def test_a_signal_in_a_weakref_callback_is_not_lost(
     assert len(dropped) == 1
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_dropped_signal_is_not_reported_as_the_error_that_it_caused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool
+) -> None:
+    # A worker that dies of a SIGTERM to the whole process group makes the command fail before the signal is sent again.
+    def work(*_: object, **__: object) -> None:
+        thing = Referent()
+        reference = weakref.ref(thing, lambda _: signal.raise_signal(signal.SIGTERM))
+        del thing
+        assert reference() is None
+        if fails:
+            raise errors.WorkerError("a worker process died")
+        raise SystemExit(0)
+
+    later = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: later.append(number))
+    try:
+        monkeypatch.setattr("h5pack.inspect.info.info", work)
+        if fails:
+            assert run(capsys, "info", "x")[0] == 143
+        else:
+            with pytest.raises(SystemExit):
+                run(capsys, "info", "x")
+        for thread in threading.enumerate():
+            if isinstance(thread, threading.Timer):
+                thread.join()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not later
+
+
 @pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_soon_after_another_does_not_interrupt_the_cleanup(
