@@ -120,8 +120,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             code: int = arguments.run(arguments)
         except Exception:
-            # If Python dropped the exception of a SIGTERM to the whole process group, the error is that a worker died.
-            stop.await_resent()
+            # The error is a consequence of a signal if Python dropped the exception that the handler raised (after a
+            # SIGTERM to the whole process group, a worker has died), or wrapped it (Python 3.11 in a class statement).
+            if stop.exception is not None:
+                raise stop.exception from None
             raise
         sys.stdout.flush()
         return code
@@ -202,6 +204,7 @@ class _SignalHandler:
     """
 
     def __init__(self) -> None:
+        self.exception: type[KeyboardInterrupt] | None = None  # the one that was raised last
         self._last_time = -math.inf
         self._timer: threading.Timer | None = None  # sends a signal again
 
@@ -209,7 +212,8 @@ class _SignalHandler:
         now = time.monotonic()
         if now - self._last_time > _REPEAT_SECONDS:
             self._last_time = now
-            raise _Terminated if number == signal.SIGTERM else KeyboardInterrupt
+            self.exception = _Terminated if number == signal.SIGTERM else KeyboardInterrupt
+            raise self.exception
 
     def resend(self, previous_hook: Callable[[Any], object], unraisable: Any) -> None:
         """Send SIGINT or SIGTERM again if Python dropped the exception that this handler raised.
@@ -227,11 +231,6 @@ class _SignalHandler:
         thread = threading.main_thread().ident
         self._timer = threading.Timer(_REPEAT_SECONDS + 0.1, signal.pthread_kill, [thread, number])
         self._timer.start()
-
-    def await_resent(self) -> None:
-        """Wait for a signal that is still to be sent again, which raises its exception; return if there is none."""
-        if self._timer is not None:
-            self._timer.join()
 
     def cancel_resending(self) -> None:
         """Do not send a signal again, because its handler is about to be replaced."""

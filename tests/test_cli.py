@@ -310,6 +310,19 @@ def test_a_signal_in_a_weakref_callback_is_not_lost(
     assert len(dropped) == 1
 
 
+def test_a_wrapped_signal_is_not_reported_as_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt as error:
+            raise RuntimeError("Error calling __set_name__") from error  # as class statements of Python 3.11 do
+
+    monkeypatch.setattr("h5pack.inspect.info.info", work)
+    assert run(capsys, "info", "x")[0] == 143
+
+
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_dropped_signal_is_not_reported_as_the_error_that_it_caused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fails: bool
