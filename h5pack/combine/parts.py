@@ -23,7 +23,7 @@ from h5pack.format.fields import FieldValues, RaggedRows, field_data, field_kind
 from h5pack.pack.options import LAYOUTS
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_of
 from h5pack.read.chunk_index import ChunkIndex
-from h5pack.read.encoded import EncodedIndex
+from h5pack.read.encoded import EncodedIndex, row_decoder
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import open_file, reporting_damage, require_complete, stored_options, text
 from h5pack.read.virtual_index import VirtualIndex
@@ -470,8 +470,9 @@ def _row_sums(part: Part, rows: Rows) -> list[tuple[npt.NDArray[np.uint64], int]
     """Return (sums as in `_sums`, number of pixels) of each row. Images that cannot be decoded are left out."""
     name = part.reader.images
     if isinstance(part.index, EncodedIndex):
-        sums = [encoded_sums(data) for data in part.engine.read_bytes(name, rows)]
-        sizes = part.index.image_sizes[rows].astype(np.int64).prod(axis=1).tolist()
-        return [(found, size) for found, size in zip(sums, sizes, strict=True) if found is not None]
+        images = [(encoded_sums(data), data) for data in part.engine.read_bytes(name, rows)]
+        # Do not take the size from `image_sizes`, which has no checksums.
+        headers = [(sums, row_decoder().header(data)) for sums, data in images if sums is not None]
+        return [(sums, header.height * header.width) for sums, header in headers]
     values = part.engine.read(name, rows)
     return [(channel_sums(row, part.layout), row.size // len(part.statistics["mean"])) for row in values]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,6 +81,9 @@ class EncodedOffsets(RowOffsets):
             yield int(rows[first]), last - first
 
 
+RowCheck = Callable[[int, memoryview], bool]
+
+
 @dataclass(frozen=True)
 class CheckTask:
     """Rows, contiguous in a file, whose checksums are to be verified."""
@@ -109,17 +112,20 @@ def check_tasks(
             yield CheckTask(path, start, offsets.offset(start), edges, checksums[start : start + count])
 
 
-def check_rows(task: CheckTask) -> tuple[int, list[int]]:
+def check_rows(task: CheckTask, is_damaged: RowCheck | None = None) -> tuple[int, list[int]]:
     """Return the number of checked rows, and those of them that `wrong_rows` returns."""
     descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return len(task.checksums), wrong_rows(task, descriptor)
+        return len(task.checksums), wrong_rows(task, descriptor, is_damaged)
     finally:
         os.close(descriptor)
 
 
-def wrong_rows(task: CheckTask, descriptor: int) -> list[int]:
+def wrong_rows(task: CheckTask, descriptor: int, is_damaged: RowCheck | None = None) -> list[int]:
     """Return the rows that cannot be read or do not match their checksums. The file is open as `descriptor`.
+
+    If `is_damaged` is given, it is called with the number and the bytes of each row that matches its checksum. Rows for
+    which it returns True are returned, too.
 
     A row cannot be read if the file ends before it, or if reading it fails with EIO (the disk reports an error). Raises
     OSError for any other error.
@@ -131,12 +137,14 @@ def wrong_rows(task: CheckTask, descriptor: int) -> list[int]:
             raise
         if len(task.checksums) > 1:
             # Read each row alone to find the rows that cannot be read.
-            return [row for part in _single_rows(task) for row in wrong_rows(part, descriptor)]
+            return [row for part in _single_rows(task) for row in wrong_rows(part, descriptor, is_damaged)]
         data = b""
     view, wrong = memoryview(data), []
     for number, (start, stop) in enumerate(itertools.pairwise(task.edges.tolist())):
-        if stop > len(data) or crc32(view[start:stop]) != task.checksums[number]:
-            wrong.append(task.start + number)
+        row, found = task.start + number, view[start:stop]
+        differs = stop > len(data) or crc32(found) != task.checksums[number]
+        if differs or (is_damaged is not None and is_damaged(row, found)):
+            wrong.append(row)
     return wrong
 
 

@@ -15,14 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.combine.parts import rejects_of, stored_layout, stored_statistics
-from h5pack.errors import H5PackError, PackFormatError, ReadError, WorkerError
+from h5pack.errors import H5PackError, PackFormatError, ReadError, RejectedImageError, WorkerError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
 from h5pack.format.fields import RaggedRows
 from h5pack.format.plans import plan_cache
-from h5pack.format.row_offsets import EncodedOffsets, RowOffsets, check_rows, check_tasks
+from h5pack.format.row_offsets import CheckTask, EncodedOffsets, RowOffsets, check_rows, check_tasks
 from h5pack.pack.options import START_METHODS, check_choice
-from h5pack.read.encoded import EncodedIndex, index_kept, is_mask_group
+from h5pack.read.encoded import EncodedIndex, index_kept, is_mask_group, row_decoder
 from h5pack.read.hdf5 import (
     VERIFY_ADVICE,
     attribute_names,
@@ -105,12 +105,20 @@ class _Rows:
     chunk_rows: int = 0
     chunk_bytes: int = 0
     stored_checksums: npt.NDArray[np.uint32] | None = None  # of each chunk, as in `ChunkIndex`
+    image_sizes: npt.NDArray[np.int32] | None = None  # (N, 2), as in `EncodedIndex`; None unless images are encoded
     path: str = ""  # path of the file
     start: int = 0
 
     def __str__(self) -> str:
         """Describe the rows for the error message if a worker process dies."""
         return f"{self.path} rows {self.start}-{self.start + len(self.checksums) - 1}"
+
+
+@dataclass(frozen=True)
+class _EncodedTask(CheckTask):
+    """Encoded images to check."""
+
+    image_sizes: npt.NDArray[np.int32]  # (n, 2)
 
 
 @dataclass
@@ -203,7 +211,13 @@ def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iter
     """Check a large dataset in several tasks; yield the number of rows and the damaged rows of each task."""
     if rows.offsets is not None:
         tasks = check_tasks(path, rows.offsets, range(len(rows.checksums)), rows.checksums, _TASK_BYTES)
-        return run(executor, check_rows, tasks, in_flight, resumable=False)
+        sizes = rows.image_sizes
+        if sizes is None:
+            return run(executor, check_rows, tasks, in_flight, resumable=False)
+        encoded_tasks = (
+            _EncodedTask(**vars(task), image_sizes=sizes[task.start :][: len(task.checksums)]) for task in tasks
+        )
+        return run(executor, _check_encoded, encoded_tasks, in_flight, resumable=False)
     chunks = max(1, _TASK_BYTES // rows.chunk_bytes)
     step, stored = rows.chunk_rows * chunks, rows.stored_checksums
     decode_tasks = (
@@ -294,7 +308,8 @@ def _add_kept(file: h5py.File, index: EncodedIndex, found: _Structure) -> None:
         found.problems.append(f"{index.name}: {index.rows:,} rows, but {schema.ENCODED} has {found.rows:,}")
     elif checksums is not None and index.base is not None:
         offsets = EncodedOffsets.of(index.base, index.offsets)
-        found.large.append(_Rows(index.name, checksums, offsets))
+        sizes = None if index.is_mask else index.image_sizes
+        found.large.append(_Rows(index.name, checksums, offsets, image_sizes=sizes))
     elif checksums is not None and (wrong := _damaged_kept(file, index, checksums)):
         found.damaged[index.name] = wrong
 
@@ -305,13 +320,29 @@ def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[n
     require_filters(data)
     for row, (start, stop) in enumerate(itertools.pairwise(index.offsets.tolist())):
         try:
-            differs = crc32(data[start:stop]) != checksums[row]
+            encoded = data[start:stop]
+            differs = crc32(encoded) != checksums[row]
+            differs = differs or (not index.is_mask and _has_other_size(encoded, index.image_sizes[row]))
         except (OSError, RuntimeError):
             differs = True
         if differs:
             wrong.append(row)
     require_open_sources(data)
     return wrong
+
+
+def _check_encoded(task: _EncodedTask) -> tuple[int, list[int]]:
+    """Return what `check_rows` returns; the rows also include images that do not have their size in the pack."""
+    return check_rows(task, lambda row, data: _has_other_size(data, task.image_sizes[row - task.start]))
+
+
+def _has_other_size(data: memoryview | npt.NDArray[np.uint8], size: npt.NDArray[np.int32]) -> bool:
+    """Return whether an encoded image does not have this size; False if its header cannot be read."""
+    try:
+        header = row_decoder().header(bytes(data))
+    except RejectedImageError:
+        return False
+    return (header.height, header.width) != tuple(size.tolist())
 
 
 def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.uint32] | None:

@@ -60,6 +60,19 @@ def test_a_sample_depends_on_its_seed_only(tmp_path: Path) -> None:
     assert (tmp_path / "0.h5").read_bytes() == (tmp_path / "1.h5").read_bytes()
 
 
+def test_statistics_of_kept_images_do_not_depend_on_their_stored_sizes(tmp_path: Path) -> None:
+    h5pack.convert(flat_folder(tmp_path / "in", 6), tmp_path / "a.h5", **quick(keep="jpeg"))
+    h5pack.subset(tmp_path / "a.h5", tmp_path / "0.h5", rows="0:4")
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        file["encoded/size"][1:] = 2
+    h5pack.subset(tmp_path / "a.h5", tmp_path / "1.h5", rows="0:4")
+    found = []
+    for name in ("0.h5", "1.h5"):
+        with h5py.File(tmp_path / name) as file:
+            found.append([file[f"statistics/{one}"][()].tolist() for one in ("mean", "std")])
+    assert found[0] == found[1]
+
+
 def test_a_damaged_root_group_is_an_error(tmp_path: Path) -> None:
     path = pack(tmp_path, "a", 14, ["cat", "dog"])
     data = bytearray(path.read_bytes())

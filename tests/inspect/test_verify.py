@@ -128,6 +128,21 @@ def test_only_datasets_with_damaged_rows_are_listed(tmp_path: Path) -> None:
     assert h5pack.verify(tmp_path / "o.h5").damaged == {"labels": [2]}
 
 
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_kept_images_whose_stored_size_is_another_one_are_damaged(tmp_path: Path, compression: str | None) -> None:
+    h5pack.convert(pair_folders(tmp_path / "in", 5), tmp_path / "o.h5", **quick(source_kind="pairs", keep="jpeg"))
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        data = file["encoded/data"][()]
+        if compression is not None:
+            del file["encoded/data"]
+            file.create_dataset("encoded/data", data=data, compression=compression)
+    assert h5pack.verify(tmp_path / "o.h5").ok
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        file["encoded/size"][3, 1] += 1
+    report = h5pack.verify(tmp_path / "o.h5")
+    assert (report.problems, report.damaged) == ((), {"encoded": [3]})
+
+
 @pytest.mark.parametrize(
     ("check", "settings", "name"),
     [
