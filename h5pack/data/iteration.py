@@ -260,7 +260,9 @@ def _stop_all() -> None:
         if isinstance(thread, ReusableThread):
             # If an interrupt came while `thread` was moved from or to the idle threads, no loop above has ended it.
             thread.end()
-            thread.join(5.0)
+            # `join` raises if another thread is just starting `thread`, which then ends at once.
+            with contextlib.suppress(RuntimeError):
+                thread.join(5.0)
 
 
 class _SerialTorch(threading.local):

@@ -11,7 +11,15 @@ import pytest
 import torch
 
 import h5pack
-from h5pack.data.iteration import BackgroundThreads, BatchIterator, Ended, ReusableThread, serial_torch
+from h5pack.data.iteration import (
+    BackgroundThreads,
+    BatchIterator,
+    Ended,
+    IdleThreads,
+    ReusableThread,
+    _stop_all,
+    serial_torch,
+)
 from h5pack.data.pipeline import Pipeline
 from h5pack.errors import LoaderError
 from tests.data import packs
@@ -166,6 +174,20 @@ def test_an_iteration_whose_threads_cannot_start_takes_no_epoch(
         assert loader.state_dict() == state
         assert len(list(loader)) == left
         assert loader.epoch == 0
+
+
+def test_all_threads_end_at_exit_while_another_thread_starts_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = IdleThreads()
+    with monkeypatch.context() as context:
+        context.setattr(ReusableThread, "start", Mock())
+        starting = ReusableThread(idle)
+    running = ReusableThread(idle)
+    monkeypatch.setattr(threading, "enumerate", lambda: [starting, running])
+    _stop_all()
+    assert not running.is_alive()
+    starting.start()
+    starting.join(PATIENCE)
+    assert not starting.is_alive()
 
 
 def test_threads_stop_before_an_interrupt_can_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
