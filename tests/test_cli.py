@@ -113,7 +113,7 @@ def test_json_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         (["info", "{missing}"], 1, "no such file"),
         (["info", "{in}"], 1, "a folder, not an HDF5 file"),
         (["verify", "{text}"], 1, "not an HDF5 file"),
-        (["verify", "{text}", "--workers", "-3"], 2, "workers is -3"),
+        (["verify", "{text}", "--workers", "-3"], 2, "--workers -3 is invalid"),
         (["convert", "s3://bucket/in", "{out}"], 2, "s3://bucket/in: is a URL"),
         (["convert", "{in}", "s3://bucket/o.h5"], 2, "s3://bucket/o.h5: is a URL"),
         (["info", "https://host/o.h5"], 2, "https://host/o.h5: is a URL"),

@@ -122,13 +122,13 @@ class BenchSettings:
     def __post_init__(self) -> None:
         seconds = real_number(self.seconds)
         if not 0 < seconds < math.inf:
-            raise invalid("seconds", self.seconds, ": give a finite number above 0")
+            raise invalid("seconds", self.seconds, "give a finite number above 0")
         object.__setattr__(self, "seconds", seconds)
         flags(contiguous=self.contiguous)
         for name, allowed in (("orders", ORDERS), ("engines", ENGINES), ("caches", CACHES)):
             values = getattr(self, name)
             if not values or not set(values) <= set(allowed):
-                raise invalid(name, ",".join(map(str, values)), f": give one or more of {', '.join(allowed)}")
+                raise invalid(name, ",".join(map(str, values)), f"give one or more of {', '.join(allowed)}")
         several = ("batch_size", "window", "num_threads", "num_workers", "chunk_rows", "chunk_bytes")
         for name in (*several, "rows", "num_images", "seed"):
             found, bound = getattr(self, name), int(name not in ("num_workers", "seed"))
@@ -139,7 +139,7 @@ class BenchSettings:
             object.__setattr__(self, name, tuple(made) if name in several else made[0])
         for name in ("batch_size", "window", "compression"):
             if not getattr(self, name):
-                raise invalid(name, "", ": give at least one value")
+                raise invalid(name, "", "give at least one value")
         for compression in self.compression:
             parse_compression(compression)
         if self.scratch is not None:

@@ -16,7 +16,7 @@ from h5pack.data.selection import select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.row_ranges import EpochRows, Rows
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import invalid, whole_number
 from h5pack.system.text import counted
 
 MARGIN = 0.05
@@ -241,7 +241,7 @@ def _windows(rows: EpochRows, asked: int, windows: Sequence[int] | None) -> list
         numbers = [1 << power for power in range(rows.chunk_count.bit_length())] + [rows.chunk_count]
         numbers = [number for number in numbers if number * rows.chunk_rows <= max(MAX_WINDOW_ROWS, rows.chunk_rows)]
     elif not hasattr(windows, "__len__") or getattr(windows, "ndim", 1) != 1 or not len(windows):
-        raise OptionsError(f"windows is {windows!r}; give a list of whole numbers, or None for powers of two")
+        raise invalid("windows", windows, "give a list of whole numbers, or None for powers of two")
     else:
         numbers = [whole_number("windows", number, 1) for number in windows]
     return sorted({min(number, rows.chunk_count) for number in (*numbers, asked)})

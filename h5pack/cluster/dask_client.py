@@ -34,6 +34,7 @@ from h5pack.errors import H5PackError, NoSpaceError, OptionsError, WorkerError
 from h5pack.images.decode import decoder_versions
 from h5pack.system.files import NO_SPACE, absolute_path
 from h5pack.system.libc import libc_function
+from h5pack.system.parameters import invalid
 from h5pack.system.processes import ElasticExecutor, LostTaskError, using_shared
 
 _CONNECT_SECONDS = 10
@@ -182,7 +183,7 @@ def open_dask_executor(client: Any, shared_object: Any, source: str | None, part
 def count_threads(client: Any) -> int:
     """Return how many tasks the cluster runs at a time. Raises OptionsError if `client` is not a synchronous client."""
     if getattr(client, "asynchronous", False) or not hasattr(client, "nthreads"):
-        raise OptionsError(f"client is {client!r}; give a synchronous distributed.Client", parameters=("client",))
+        raise invalid("client", client, "give a synchronous distributed.Client")
     return sum(client.nthreads().values())
 
 

@@ -113,7 +113,7 @@ def append(
     require_local(pack, "pack")
     only_new, overwrite, resume = flags(only_new=only_new, overwrite=overwrite, resume=resume)
     if split is not None and (not isinstance(split, str) or not split or "\0" in split):
-        raise invalid("split", split, " is not the name of a split")
+        raise invalid("split", split, "give the name of a split")
     # Resolve symbolic links. Renaming the new file to the path of a link would replace the link, not the pack.
     path = Path(os.path.realpath(os.fsdecode(pack)))
     old = open_part(path)

@@ -154,5 +154,5 @@ def _settings(arguments: argparse.Namespace) -> dict[str, Any]:
 def _numbers(name: str, values: Sequence[str] | None) -> tuple[int, ...]:
     for value in values or ():
         if not value.isdecimal():
-            raise invalid(name, value, " is invalid; give whole numbers separated by commas")
+            raise invalid(name, value, "give whole numbers separated by commas")
     return tuple(map(int, values or ()))

@@ -248,7 +248,7 @@ def _chunk_rows(text: str | None) -> int | None:
     if text is None or text == "auto":
         return None
     if not text.isdecimal():
-        raise invalid("chunk_rows", text, " is invalid; give a positive whole number or auto")
+        raise invalid("chunk_rows", text, "give a positive whole number or auto")
     return int(text)
 
 

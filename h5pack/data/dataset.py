@@ -37,7 +37,7 @@ from h5pack.read.ragged import read_ragged, texts_of
 from h5pack.read.several import join_descriptions, list_files, read_filenames
 from h5pack.sources.hdf5_tables import log_unused_labels
 from h5pack.system.arrays import joined_ranges, moved_rows
-from h5pack.system.parameters import flags, require_callable, texts, unfit
+from h5pack.system.parameters import flags, invalid, require_callable, texts
 from h5pack.system.text import first_names, splits_text
 
 
@@ -474,7 +474,7 @@ def _split_names(split: Any) -> tuple[str, ...]:
         return ()
     names = (split,) if isinstance(split, str) else tuple(split) if isinstance(split, Sequence) else ()
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
-        raise unfit("split", split, "give one name, or a list of distinct names")
+        raise invalid("split", split, "give one name, or a list of distinct names")
     return names
 
 

@@ -30,7 +30,7 @@ from h5pack.images.masks import PADDING, read_mask
 from h5pack.images.regions import MAX_SHARE, decode_top, region_decoder, scratch
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex, row_decoder
-from h5pack.system.parameters import flags, unfit
+from h5pack.system.parameters import flags, invalid
 
 Pixels = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]
@@ -136,7 +136,7 @@ class CropDecoder:
             problem = f"{', '.join(map(repr, unmoved))} cannot be cropped with the images; leave them out of fields"
             raise OptionsError.at(path, problem, "decode", "fields", dataset=images.name)
         if not isinstance(crop, DecodeCrop):
-            raise unfit(
+            raise invalid(
                 "decode",
                 crop,
                 "give RandomResizedCrop(size), CenterCrop(size, resize=size) or Resize((height, width)); for other "

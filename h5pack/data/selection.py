@@ -24,7 +24,7 @@ from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
 from h5pack.order.window import OrderPlan
 from h5pack.read.engine import Engine
 from h5pack.system.arrays import row_array
-from h5pack.system.parameters import flags, launched_number, whole_number
+from h5pack.system.parameters import flags, invalid, launched_number, whole_number
 from h5pack.system.text import error_line
 
 _BLOCK_ROWS = 1 << 16
@@ -52,8 +52,7 @@ def select_draws(
         return base, row_set
     count = row_set.count if num_samples is None else whole_number("num_samples", num_samples, 1)
     if count > MAX_SAMPLES:
-        message = f"num_samples is {count:,}; give at most {MAX_SAMPLES:,}, and draw more in further epochs"
-        raise OptionsError(message, parameters=("num_samples",))
+        raise invalid("num_samples", count, f"give at most {MAX_SAMPLES:,}, and draw more in further epochs")
     if not row_set.count:
         message = "there are no rows to draw from by weight; leave weights out, or give other indices"
         raise OptionsError(message, parameters=("weights", "indices"))
@@ -211,12 +210,12 @@ def _check_indices(given: Any, count: int, what: str) -> npt.NDArray[np.int64]:
     numbers = indices.astype(np.int64, copy=False)
     return np.where(numbers < 0, numbers + count, numbers) if (numbers < 0).any() else numbers
 
+
 def distributed_ranks() -> tuple[int, int] | None:
     """Return the rank and the number of ranks of torch.distributed, or None if it is not initialized."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     return None
-
 
 
 def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:

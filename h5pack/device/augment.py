@@ -33,7 +33,7 @@ from h5pack.images.crops import (
     check_image_size,
     checked_range,
 )
-from h5pack.system.parameters import real_number, unfit, whole_number
+from h5pack.system.parameters import invalid, real_number, whole_number
 
 FLIP, TOP, LEFT, ERASE, BOX, VERTICAL_FLIP = 0, 1, 2, 3, 4, 44
 """Indices of a sample's random words (`random_words`, stream 0). BOX is the first of 40 words: `TRIES` (10) attempts to
@@ -100,7 +100,7 @@ def _checked_share(name: str, value: Any, largest: float) -> float:
     """Return the value of an option as a float; raise OptionsError if it is not a number from 0 to `largest`."""
     number = real_number(value)
     if not 0 <= number <= largest:  # True for NaN, too: `real_number` returns NaN if `value` is not a number.
-        raise unfit(name, value, f"give a number from 0 to {largest}")
+        raise invalid(name, value, f"give a number from 0 to {largest}")
     return number
 
 
@@ -138,10 +138,10 @@ class Augmentation:
                 padding = whole_number("crop", self.crop, 0, (1 << 20) - 1)
             except OptionsError:
                 advice = "give the padding in pixels (an integer from 0 to 1048575) or a crop such as RandomCrop(224)"
-                raise unfit("crop", self.crop, advice) from None
+                raise invalid("crop", self.crop, advice) from None
             object.__setattr__(self, "crop", padding)
         if self.color is not None and not isinstance(self.color, ColorJitter):
-            raise unfit("color", self.color, "give ColorJitter(...)")
+            raise invalid("color", self.color, "give ColorJitter(...)")
 
     @property
     def is_random(self) -> bool:

@@ -25,7 +25,7 @@ from h5pack.device.loader_wrapper import (
 )
 from h5pack.device.prefetch import PrefetchThread
 from h5pack.errors import OptionsError, StateError
-from h5pack.system.parameters import real_number, unfit, whole_number
+from h5pack.system.parameters import invalid, real_number, whole_number
 
 _AUTO = "auto"
 _MAX_DENOMINATOR = 10_000
@@ -372,7 +372,7 @@ def _moving_average(average: float, seconds: float) -> float:
 def _to_fraction(factor: Any, max_factor: int) -> Fraction:
     number = real_number(factor)
     if not 1 <= number < math.inf:
-        raise unfit("factor", factor, "give a number of at least 1, or 'auto'")
+        raise invalid("factor", factor, "give a number of at least 1, or 'auto'")
     exact = Fraction(factor if isinstance(factor, (int, Fraction)) else number).limit_denominator(_MAX_DENOMINATOR)
     # Convert NumPy integers in a Fraction to ints, because JSON cannot store NumPy integers.
     found = Fraction(int(exact.numerator), int(exact.denominator))

@@ -222,12 +222,12 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     try:
         found = torch.device(f"cuda:{device}" if type(device) is int else device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise invalid("device", device, " is not a torch device; give 'cpu', 'cuda' or 'cuda:0'") from error
+        raise invalid("device", device, "give 'cpu', 'cuda' or 'cuda:0'") from error
     if found.type != "cuda":
         try:
             torch.empty(0, device=found)
         except Exception as error:  # torch raises errors of several types.
-            raise invalid("device", str(found), " does not exist here; give 'cpu', or 'cuda' for a GPU") from error
+            raise invalid("device", str(found), "give 'cpu', or 'cuda' for a GPU", "does not exist here") from error
         return found
     if not torch.cuda.is_available():
         asked = f"device={str(found)!r}"
@@ -237,8 +237,8 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
     if found.index >= torch.cuda.device_count():
         count = counted(torch.cuda.device_count(), "CUDA device")
-        problem = f" does not exist: torch finds {count}, numbered from 0; give a lower index"
-        raise invalid("device", str(found), problem)
+        problem = f"does not exist: torch finds {count}, numbered from 0"
+        raise invalid("device", str(found), "give a lower index", problem)
     return found
 
 

@@ -50,7 +50,7 @@ from h5pack.device.resize import find_taps, resize, resize_on_cpu
 from h5pack.device.targets import checked_fields
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, ResizedCrop
-from h5pack.system.parameters import unfit, whole_number
+from h5pack.system.parameters import invalid, whole_number
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -149,7 +149,7 @@ class Normalize:
             ("backend", backend, ("auto", "torch", "triton")),
         ):
             if value not in known:
-                raise unfit(name, value, f"give one of {', '.join(map(repr, known))}")
+                raise invalid(name, value, f"give one of {', '.join(map(repr, known))}")
         largest = max(max(mean, 1 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
         if not largest <= torch.finfo(dtype).max:
             raise OptionsError(

@@ -16,7 +16,7 @@ import torch
 from h5pack.device.augment import AugmentationDraws
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomResizedCrop, ResizedCrop
-from h5pack.system.parameters import unfit
+from h5pack.system.parameters import invalid
 
 Size = tuple[int, int]
 
@@ -274,7 +274,7 @@ def checked_fields(fields: Any) -> dict[Hashable, str | None]:
         return {}
     known = ", ".join(map(repr, (*_WANTED, None)))
     if not isinstance(fields, Mapping):
-        raise unfit("fields", fields, f"give a dict from names of the batch's elements to one of {known}")
+        raise invalid("fields", fields, f"give a dict from names of the batch's elements to one of {known}")
     for name, kind in fields.items():
         if kind not in (*_WANTED, None):
             problem = f"fields[{name!r}] is {kind!r}; it must be one of {known}"

@@ -31,7 +31,7 @@ from h5pack.device.profiling import profiler_range
 from h5pack.device.targets import axes_of, is_mask, move_field
 from h5pack.errors import OptionsError
 from h5pack.format import schema
-from h5pack.system.parameters import unfit, whole_number
+from h5pack.system.parameters import invalid, whole_number
 
 _STREAM = 3
 """The stream of random words for transforms other than `Normalize` (see `random_words`)."""
@@ -103,7 +103,7 @@ def uniform(key: BatchKey, seed: int, count: int) -> torch.Tensor:
     """
     count = whole_number("count", count, 1)
     if count > DRAWS:
-        raise unfit("count", count, f"give a number from 1 to {DRAWS}; for more numbers, use several seeds")
+        raise invalid("count", count, f"give a number from 1 to {DRAWS}; for more numbers, use several seeds")
     words = random_words(key, whole_number("seed", seed, None), count, stream=_STREAM)
     # The upper 24 bits are exact in float32.
     return ((words >> 40) & ((1 << 24) - 1)).to(torch.float32) * 2.0**-24

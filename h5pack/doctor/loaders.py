@@ -17,7 +17,7 @@ from h5pack.data.samplers import ChunkBatchSampler
 from h5pack.errors import OptionsError
 from h5pack.format import schema
 from h5pack.order.window import DEFAULT_WINDOW
-from h5pack.system.parameters import flags, real_number, require_callable, unfit, whole_number
+from h5pack.system.parameters import flags, invalid, real_number, require_callable, whole_number
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -47,7 +47,7 @@ class DiagnoseSettings:
                 # A NumPy integer becomes an int, which JSON can represent.
                 object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
         if not isinstance(self.images, str):
-            raise unfit("images", self.images, "give the name of a dataset")
+            raise invalid("images", self.images, "give the name of a dataset")
         if self.num_threads is not None and self.num_workers is not None:
             raise OptionsError(
                 "num_threads is for H5Loader and num_workers for a DataLoader; give only one of them",
@@ -56,9 +56,9 @@ class DiagnoseSettings:
         if self.pin_memory is not None:
             flags(pin_memory=self.pin_memory)
         if self.dtype not in DTYPES:
-            raise OptionsError(f"dtype is {self.dtype!r}; give one of {', '.join(DTYPES)}", parameters=("dtype",))
+            raise invalid("dtype", self.dtype, f"give one of {', '.join(DTYPES)}")
         if not 0 < real_number(self.seconds) < float("inf"):
-            raise unfit("seconds", self.seconds, "give the total time, finite and above 0")
+            raise invalid("seconds", self.seconds, "give the total time, finite and above 0")
         object.__setattr__(self, "seconds", real_number(self.seconds))
         for name in ("model", "transform"):
             require_callable(name, getattr(self, name))

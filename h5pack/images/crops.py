@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from h5pack.errors import OptionsError
-from h5pack.system.parameters import real_number, unfit, whole_number
+from h5pack.system.parameters import invalid, real_number, whole_number
 
 MAX_SIZE = 1 << 14
 """Largest height and width of a crop, in pixels. The resizing arithmetic multiplies two sizes in 32-bit integers."""
@@ -29,7 +29,7 @@ class _Crop:
         is_pair = isinstance(self.size, Sequence) and not isinstance(self.size, (str, bytes))
         pair: tuple[Any, ...] = tuple(self.size) if is_pair else (self.size, self.size)  # type: ignore[arg-type]
         if len(pair) != 2:
-            raise unfit("size", self.size, "give (height, width) in pixels")
+            raise invalid("size", self.size, "give (height, width) in pixels")
         object.__setattr__(self, "size", tuple(whole_number("size", side, 1, MAX_SIZE) for side in pair))
 
     @property
@@ -184,7 +184,7 @@ class Resize(_Crop):
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, Sequence):
-            raise unfit(
+            raise invalid(
                 "size", self.size, "give (height, width), or use CenterCrop(size, resize=size) to keep the proportions"
             )
         super().__post_init__()
@@ -212,7 +212,7 @@ def checked_range(name: str, value: Any, low: float, high: float) -> tuple[float
     except (TypeError, ValueError):
         first = last = math.nan
     if not (low <= first <= last <= high and first > 0):
-        raise unfit(name, value, f"give two positive numbers in ascending order, from {low:.4g} to {high:.4g}")
+        raise invalid(name, value, f"give two positive numbers in ascending order, from {low:.4g} to {high:.4g}")
     return first, last
 
 

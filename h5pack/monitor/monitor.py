@@ -36,7 +36,7 @@ from h5pack.monitor.bottleneck import Encoding, Evidence, judge
 from h5pack.monitor.probes import CpuTime, DeviceWait, GpuProbe, GpuStatus
 from h5pack.monitor.report import FeedReport, ReportOutputs
 from h5pack.system.machine import available_cpus
-from h5pack.system.parameters import flags, real_number, unfit
+from h5pack.system.parameters import flags, invalid, real_number
 
 # Names of the monitors that have warned in this process.
 _warned: set[str] = set()
@@ -164,9 +164,9 @@ class FeedMonitor(LoaderWrapper):
     ) -> None:
         super().__init__(loader)
         if not real_number(interval_seconds) > 0:
-            raise unfit("interval_seconds", interval_seconds, "give a number of seconds above 0")
+            raise invalid("interval_seconds", interval_seconds, "give a number of seconds above 0")
         if warn_stall is not None and not 0 <= real_number(warn_stall) <= 1:
-            raise unfit("warn_stall", warn_stall, "give a fraction from 0 to 1, or None")
+            raise invalid("warn_stall", warn_stall, "give a fraction from 0 to 1, or None")
         self._device = None if device is None else resolve_device(device)
         self._name, self._interval_seconds = name, float(interval_seconds)
         self._warn_stall, (self._warn_once,) = warn_stall, flags(warn_once=warn_once)

@@ -12,7 +12,7 @@ from typing import Any
 from h5pack.errors import OptionsError
 from h5pack.monitor.probes import GpuStatus
 from h5pack.system.files import absolute_path
-from h5pack.system.parameters import flags, require_callable, unfit
+from h5pack.system.parameters import flags, invalid, require_callable
 from h5pack.system.progress import progress_bar
 
 _log = logging.getLogger("h5pack")
@@ -106,7 +106,7 @@ class ReportOutputs:
         tensorboard: Any = None,
     ) -> None:
         if not isinstance(name, str):
-            raise unfit("name", name, "give a str")
+            raise invalid("name", name, "give a str")
         require_callable("on_report", on_report)
         self._name, self._on_report, (self._progress,) = name, on_report, flags(progress=progress)
         self._bar: Any = None
@@ -121,7 +121,7 @@ class ReportOutputs:
         self._own_writer = isinstance(tensorboard, (str, os.PathLike))
         self._writer = _new_writer(tensorboard) if self._own_writer else tensorboard
         if self._writer is not None and not hasattr(self._writer, "add_scalar"):
-            raise unfit("tensorboard", tensorboard, "give a SummaryWriter, or the folder for a new one")
+            raise invalid("tensorboard", tensorboard, "give a SummaryWriter, or the folder for a new one")
 
     def __getstate__(self) -> dict[str, Any]:
         # The progress bar and a TensorBoard writer that was created here cannot be used in another process.

@@ -36,7 +36,7 @@ from h5pack.order.permutation import TABLE_ROWS, Permutation, derive_key
 from h5pack.order.row_ranges import EpochRows, Rows, RowSampler
 from h5pack.order.weights import WeightedRows
 from h5pack.system.arrays import shuffled
-from h5pack.system.parameters import unfit, whole_number
+from h5pack.system.parameters import invalid, whole_number
 from h5pack.system.properties import cached_property
 
 ORDER_VERSION = 1
@@ -123,7 +123,7 @@ class OrderPlan:
             # This also converts NumPy integers, because a saved state must contain Python ints only.
             object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
         if not isinstance(self.shuffle, (str, bool)) or self.shuffle not in SHUFFLES:
-            raise unfit("shuffle", self.shuffle, "give 'window', 'full', 'chunk' or False")
+            raise invalid("shuffle", self.shuffle, "give 'window', 'full', 'chunk' or False")
         if not 0 <= self.rank < self.num_replicas:
             raise OptionsError(
                 f"rank is {self.rank}; give a number from 0 to {self.num_replicas - 1} (num_replicas - 1)",

@@ -53,7 +53,7 @@ def parse_compression(text: str) -> Compression | None:
             number = FilterId.GZIP if match[1] == "gzip" else FilterId.ZSTD
             return Compression(f"{match[1]}:{level}", number, (level,))
     levels = (f"{name}:1 to {name}:{maximum}" for name, (_, maximum) in _LEVELS.items())
-    raise invalid("compression", text, f" is invalid; it must be one of {', '.join([*COMPRESSIONS, *levels])}")
+    raise invalid("compression", text, f"it must be one of {', '.join([*COMPRESSIONS, *levels])}")
 
 
 def max_compressed_bytes(count: int) -> int:
@@ -68,8 +68,8 @@ def max_compressed_bytes(count: int) -> int:
 def require_filter(compression: Compression) -> None:
     """Load a filter's HDF5 plugin into this process; raises OptionsError if it is not installed."""
     if not load_filter(compression.number):
-        problem = f" needs HDF5's filter {compression.number}, which is not installed; "
-        raise invalid("compression", compression.name, f"{problem}run pip install hdf5plugin, or choose gzip")
+        problem = f"needs HDF5's filter {compression.number}, which is not installed"
+        raise invalid("compression", compression.name, "run pip install hdf5plugin, or choose gzip", problem)
 
 
 def add_filter(properties: h5py.h5p.PropDCID, compression: Compression) -> None:

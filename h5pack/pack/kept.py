@@ -102,7 +102,7 @@ class KeptPlan(ConvertPlan):
         # The last chunk may be almost empty, so leave room for one more chunk.
         room = size - self.structure.metadata_block_bytes - plan_data_chunks(size).bytes
         if room < 1:
-            raise invalid("shard_bytes", size, f" has no room for images; give more than {size - room:,} bytes")
+            raise invalid("shard_bytes", size, f"give more than {size - room:,} bytes", "has no room for images")
         return [0, *limited_stops(lengths, room)]
 
     @property

@@ -138,7 +138,7 @@ class ConvertOptions:
             try:
                 values["root"] = os.fsdecode(values["root"])
             except TypeError:
-                raise invalid("root", values["root"], " is not the path of a folder") from None
+                raise invalid("root", values["root"], "give the path of a folder") from None
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -165,11 +165,11 @@ class ConvertOptions:
         self._make_int("quality", 1, 100)
         if self.val is not None:
             if not 0 < real_number(self.val) < 1:
-                raise invalid("val", self.val, " is not a fraction; it must be above 0 and below 1, such as 0.1")
+                raise invalid("val", self.val, "it must be a fraction above 0 and below 1, such as 0.1")
             object.__setattr__(self, "val", real_number(self.val))
         for name, kind in (("val_groups", "field"), ("path_column", "column"), ("split_column", "column")):
             if not isinstance(getattr(self, name), (str, type(None))):
-                raise invalid(name, getattr(self, name), f" is not the name of a {kind}")
+                raise invalid(name, getattr(self, name), f"give the name of a {kind}")
         parse_compression(self.compression)
         # Creating the source options validates their values.
         _ = self.source_options
@@ -296,7 +296,7 @@ def check_choice(name: str, value: object, allowed: Sequence[str | None]) -> Non
     """Raise OptionsError unless `value` is one of `allowed`."""
     if not isinstance(value, (str, type(None))) or value not in allowed:
         names = ", ".join(item for item in allowed if item is not None)
-        raise invalid(name, value, f" is invalid; it must be one of {names}")
+        raise invalid(name, value, f"it must be one of {names}")
 
 
 def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:
@@ -308,10 +308,8 @@ def parse_size(size: int | str | Sequence[int]) -> tuple[int, int]:
     else:
         pair = tuple(size) if isinstance(size, Sequence) else (size, size)
     if len(pair) != 2 or any(isinstance(one, bool) or not isinstance(one, Integral) or one <= 0 for one in pair):
-        problem = (
-            " is neither a positive height and width in pixels, such as 218x178, nor one positive number for a square"
-        )
-        raise invalid("size", size, problem)
+        advice = "give a positive height and width in pixels, such as 218x178, or one positive number for a square"
+        raise invalid("size", size, advice)
     return int(pair[0]), int(pair[1])
 
 
@@ -321,7 +319,7 @@ def parse_range(value_range: str | Sequence[float]) -> tuple[float, float]:
         low, high = map(float, value_range.split(":") if isinstance(value_range, str) else value_range)
         return low, high
     except (TypeError, ValueError, OverflowError):
-        raise invalid("value_range", value_range, " is neither two numbers nor LOW:HIGH, such as 0:1") from None
+        raise invalid("value_range", value_range, "give two numbers, or LOW:HIGH, such as 0:1") from None
 
 
 def parse_part(part: str | Sequence[int]) -> tuple[int, int]:
@@ -330,9 +328,9 @@ def parse_part(part: str | Sequence[int]) -> tuple[int, int]:
     try:
         number, count = (int(value) if isinstance(value, str) else operator.index(value) for value in pair)
     except (TypeError, ValueError):
-        raise invalid("part", part, " is not NUMBER/COUNT, such as 3/16") from None
+        raise invalid("part", part, "give NUMBER/COUNT, such as 3/16") from None
     if not 1 <= number <= count:
-        raise invalid("part", part, " is not valid; in NUMBER/COUNT, NUMBER must be from 1 to COUNT")
+        raise invalid("part", part, "in NUMBER/COUNT, NUMBER must be from 1 to COUNT")
     return number, count
 
 
@@ -343,7 +341,7 @@ def parse_bytes(size: int | str, name: str = "chunk_bytes") -> int:
     text = size.strip().lower()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmg])(i?))?b?", text)
     if match is None:
-        raise invalid(name, size, " is not a number of bytes, such as 4MiB")
+        raise invalid(name, size, "give a number of bytes, such as 4MiB")
     base = 1024 if match[3] or not text.endswith("b") else 1000
     return int(Fraction(match[1]) * base ** " kmg".index(match[2] or " "))
 

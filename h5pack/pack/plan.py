@@ -200,7 +200,7 @@ class ConvertPlan:
         room = size - self.structure.metadata_block_bytes
         if room < lengths.max():
             needed = f"{size - room + int(lengths.max()):,} bytes"
-            raise invalid("shard_bytes", size, f" is too small for one chunk; give at least {needed}")
+            raise invalid("shard_bytes", size, f"give at least {needed}", "is too small for one chunk")
         return [0, *(min(step * stop, self.rows) for stop in limited_stops(lengths, room))]
 
     @property

@@ -84,9 +84,9 @@ def describe_file(
     require_local(path)
     fields = texts("fields", () if fields is None else fields)
     if not isinstance(images, str):
-        raise invalid("images", images, ": give the name of a dataset")
+        raise invalid("images", images, "give the name of a dataset")
     if not (labels is None or isinstance(labels, str)):
-        raise invalid("labels", labels, ": give the name of a dataset, or None")
+        raise invalid("labels", labels, "give the name of a dataset, or None")
     absolute = absolute_path(path)
     with open_file(absolute) as file:
         # Take the identity of the open descriptor, because the file at the path may already have been replaced.

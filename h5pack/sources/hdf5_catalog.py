@@ -68,10 +68,9 @@ class HDF5Datasets:
     def __post_init__(self) -> None:
         for name in ("images", "labels", "channel_axis"):
             if not isinstance(getattr(self, name), (str, type(None))):
-                raise invalid(name, getattr(self, name), " is not text")
+                raise invalid(name, getattr(self, name), "give text")
         if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
-            wrong = f" is invalid; it must be one of {', '.join(CHANNEL_AXES)}"
-            raise invalid("channel_axis", self.channel_axis, wrong)
+            raise invalid("channel_axis", self.channel_axis, f"it must be one of {', '.join(CHANNEL_AXES)}")
         if self.value_range is not None:
             low, high = self.value_range
             if not (math.isfinite(high - low) and low < high):

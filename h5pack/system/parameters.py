@@ -13,21 +13,16 @@ from h5pack.errors import OptionsError
 from h5pack.system.text import short_repr
 
 
-def invalid(name: str, value: object, problem: str) -> OptionsError:
-    """Return an error about a parameter's value; `problem` continues the message after the name and the value."""
+def invalid(name: str, value: object, advice: str, problem: str = "is invalid") -> OptionsError:
+    """Return an error with the message "NAME=VALUE PROBLEM; ADVICE" about the value of a parameter."""
     fragment = f"{name}={short_repr(value)}"
-    return OptionsError(f"{fragment}{problem}", parameters=(fragment,))
-
-
-def unfit(name: str, value: object, advice: str) -> OptionsError:
-    """Return an error that names a parameter and its value, and advises what to give instead."""
-    return OptionsError(f"{name} is {short_repr(value)}; {advice}", parameters=(name,))
+    return OptionsError(f"{fragment} {problem}; {advice}", parameters=(fragment,))
 
 
 def require_local(path: str | os.PathLike[str], parameter: str = "path") -> None:
     """Raise OptionsError if `path` is not a path, or if it is empty, contains NUL or is a URL (``s3://...``)."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise unfit(parameter, path, "give the path of a file or folder")
+        raise invalid(parameter, path, "give the path of a file or folder")
     name = os.fsdecode(path)
     try:
         # An empty path would mean the working directory. It is often a mistake, such as an unset shell variable.
@@ -35,7 +30,9 @@ def require_local(path: str | os.PathLike[str], parameter: str = "path") -> None
     except UnicodeEncodeError:
         is_valid = False
     if not is_valid:
-        raise unfit(parameter, name, "give a path that is not empty and contains neither NUL nor an unpaired surrogate")
+        raise invalid(
+            parameter, name, "give a path that is not empty and contains neither NUL nor an unpaired surrogate"
+        )
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", name):
         problem = "is a URL, but h5pack only reads and writes files; mount or download the data, and give its path"
         raise OptionsError.at(name, problem)
@@ -52,7 +49,7 @@ def output_file(path: str | os.PathLike[str]) -> str:
 def require_callable(name: str, value: Any) -> None:
     """Raise OptionsError unless a parameter's value is None or callable."""
     if value is not None and not callable(value):
-        raise unfit(name, value, "give a callable")
+        raise invalid(name, value, "give a callable")
 
 
 def _is_bool(value: Any) -> bool:
@@ -67,7 +64,7 @@ def flags(**values: Any) -> tuple[bool, ...]:
     """
     for name, value in values.items():
         if not _is_bool(value) or getattr(value, "ndim", False):
-            raise invalid(name, value, " is invalid; it must be True or False")
+            raise invalid(name, value, "it must be True or False")
     return tuple(map(bool, values.values()))
 
 
@@ -101,7 +98,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
         found = (None,)
     # The order matters, because classes are numbered in the given order. A set has another order in each process.
     if isinstance(value, (dict, set, frozenset)) or not all(isinstance(text, str) for text in found):
-        raise invalid(name, value, " is not text; give a str or a list of str")
+        raise invalid(name, value, "give a str or a list of str")
     return found
 
 
@@ -125,5 +122,5 @@ def whole_number(name: str, value: Any, minimum: int | None, maximum: int | None
     if _is_bool(value) or number is None or not low <= number <= high:
         allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         bound = "" if minimum is None else f" {allowed}"
-        raise unfit(name, value, f"it must be a whole number{bound}")
+        raise invalid(name, value, f"it must be a whole number{bound}")
     return number

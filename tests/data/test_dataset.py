@@ -271,9 +271,9 @@ def test_several_splits_follow_each_other(tmp_path: Path, splits: Any) -> None:
         ({"fields": "depth"}, PackFormatError, ("fields=[NAME]",)),
         *(({name: value}, OptionsError, (f"{name}={value!r}",)) for name, value in WRONG_TYPES),
         *(({"fields": ["depth"]}, PackFormatError, ("fields=[NAME]",)), ({"check": True}, OptionsError, ("check",))),
-        *(({"split": wrong}, OptionsError, ("split",)) for wrong in ([], ["a", "a"], ["a", 1], 1, b"a")),
+        *(({"split": wrong}, OptionsError, (f"split={wrong!r}",)) for wrong in ([], ["a", "a"], ["a", 1], 1, b"a")),
         ({"split": ["val"]}, PackFormatError, ("split='val'",)),
-        ({"transform": "flip"}, OptionsError, ("transform",)),
+        ({"transform": "flip"}, OptionsError, ("transform='flip'",)),
         ({"path": "cut.h5"}, PackFormatError, ()),
     ],
     ids=str,
@@ -627,7 +627,7 @@ def test_a_field_that_a_pack_does_not_have_is_answered_with_those_that_it_has(tm
 def test_what_is_no_path_is_refused_by_name(read: Callable[[Any], object], path: object) -> None:
     with pytest.raises(OptionsError) as caught:
         read(path)
-    assert caught.value.parameters == ("path",)
+    assert caught.value.parameters == (f"path={path}",)
 
 
 @pytest.mark.parametrize("compression", [None, "gzip"])

@@ -345,7 +345,7 @@ def test_invalid_uses_are_refused(kept: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(OptionsError) as caught:
             make()
-        assert caught.value.parameters[0] == parameter
+        assert caught.value.parameters[0].partition("=")[0] == parameter
 
 
 def test_crops_are_compared_with_checksums(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def test_error_names_the_parameter_at_fault(dataset: h5pack.H5Dataset) -> None:
     for source, settings, parameter in cases:
         with pytest.raises(OptionsError) as caught:
             loader_of(source, **settings)
-        assert parameter in caught.value.parameters
+        assert any(name.partition("=")[0] == parameter.rstrip("=") for name in caught.value.parameters)
     assert not loader_threads()
 
 

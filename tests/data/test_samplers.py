@@ -146,7 +146,7 @@ def test_shuffle_true_is_window_and_errors_name_parameters(dataset: h5pack.H5Dat
     for settings in ({"shuffle": "rows"}, {"rank": 2, "num_replicas": 2}, {"streams": 0}, uneven):
         with pytest.raises(OptionsError) as caught:
             make(dataset, **settings)
-        assert next(iter(settings)) in caught.value.parameters
+        assert next(iter(settings)) in {name.partition("=")[0] for name in caught.value.parameters}
 
 
 @pytest.mark.parametrize("size", [None, 0, 2.0])
@@ -155,7 +155,7 @@ def test_batch_samplers_refuse_a_batch_size_that_is_no_number_of_rows(dataset: h
     for make in (lambda: h5pack.ChunkBatchSampler(dataset, size), lambda: h5pack.MixtureSampler(both, size)):
         with pytest.raises(OptionsError) as caught:
             make()
-        assert caught.value.parameters == ("batch_size",)
+        assert caught.value.parameters == (f"batch_size={size}",)
 
 
 def elastic(kind: str, dataset: h5pack.H5Dataset, count: int, **more: Any) -> list[Fed]:
@@ -322,7 +322,7 @@ def test_where_a_state_points_to(dataset: h5pack.H5Dataset, kind: str) -> None:
     for count in (-1, 1.0, "2", whole - 1):
         with pytest.raises(OptionsError) as caught:
             fed.sampler.state_dict(count)
-        assert caught.value.parameters == (f"{kind}_consumed",)
+        assert caught.value.parameters[0].startswith(f"{kind}_consumed")
     assert place(whole - 2) == (4, whole)
 
 

@@ -185,7 +185,7 @@ def test_invalid_options_are_refused(kind: Any, name: str, values: tuple[Any, ..
     for value in values:
         with pytest.raises(OptionsError) as caught:
             kind(**{name: value})
-        assert caught.value.parameters == (name,)
+        assert [parameter.partition("=")[0] for parameter in caught.value.parameters] == [name]
         assert name != "crop" or repr(value) in str(caught.value)
 
 

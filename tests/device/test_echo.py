@@ -277,13 +277,13 @@ def test_states_of_other_settings_are_refused(dataset: h5pack.H5Dataset) -> None
 @pytest.mark.parametrize(
     ("settings", "parameter"),
     [({"factor": factor}, "factor") for factor in (0.5, float("nan"), float("inf"), "two", "2", True, np.True_, None)]
-    + [({"factor": 9}, "max_factor=8"), ({"max_factor": 0}, None)]
+    + [({"factor": 9}, "max_factor"), ({"max_factor": 0}, None)]
     + [({"loader": loader}, "loader") for loader in (7, "pack.h5", b"pack.h5")],
 )
 def test_invalid_options_are_refused(settings: dict[str, Any], parameter: str | None) -> None:
     with pytest.raises(OptionsError) as caught:
         EchoLoader(**{"loader": [torch.zeros(1)], **settings})
-    assert parameter is None or parameter in caught.value.parameters
+    assert parameter is None or parameter in {name.partition("=")[0] for name in caught.value.parameters}
 
 
 @pytest.mark.parametrize("factor", [2, "auto"])

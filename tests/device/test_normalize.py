@@ -486,10 +486,11 @@ def test_datasets_without_statistics_or_with_different_ones_are_refused(tmp_path
         ({"mean": (float("nan"),)}, ("mean",)),
         *(({"std": (value,)}, ("std",)) for value in (0.0, -1.0, float("nan"))),
         ({"std": (1e-5,), "dtype": torch.float16}, ("std",)),
-        *(({name: "other"}, (name,)) for name in ("dtype", "layout", "channels", "backend")),
-        *(({name: value}, (name,)) for name, value in (("flip", 2), ("crop", True))),
-        *(({"seed": value}, ("seed",)) for value in (-1, 1.5, None)),
-        *(({"fields": value}, ("fields",)) for value in ("mask", 5, ["masks"], {"masks": "pixels"}, {"masks": 1})),
+        *(({name: "other"}, (f"{name}='other'",)) for name in ("dtype", "layout", "channels", "backend")),
+        *(({name: value}, (f"{name}={value}",)) for name, value in (("flip", 2), ("crop", True))),
+        *(({"seed": value}, (f"seed={value}",)) for value in (-1, 1.5, None)),
+        *(({"fields": value}, (f"fields={value!r}",)) for value in ("mask", 5, ["masks"])),
+        *(({"fields": {"masks": value}}, ("fields",)) for value in ("pixels", 1)),
     ],
 )
 def test_invalid_options_are_refused(options: dict[str, Any], parameters: tuple[str, ...]) -> None:

@@ -332,12 +332,12 @@ def test_uniform_draws_belong_to_the_sample() -> None:
     for count in (0, 65):
         with pytest.raises(OptionsError) as caught:
             uniform(BatchKey(rows, 3), 5, count)
-        assert caught.value.parameters == ("count",)
+        assert caught.value.parameters == (f"count={count}",)
     for name in ("seed", "count"):
         for value in (2.0, "2", True, None):
             with pytest.raises(OptionsError) as caught:
                 uniform(**{"key": BatchKey(rows, 3), "seed": 5, "count": 3, name: value})
-            assert caught.value.parameters == (name,)
+            assert caught.value.parameters == (f"{name}={value!r}",)
 
 
 @every_feed

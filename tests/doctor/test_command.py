@@ -92,7 +92,7 @@ def test_errors_are_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> 
         ("x.h5", ("--model", "words"), 2, "--model words"),
         ("x.h5", (*CHEAP, "--threads", "1", "--workers", "1"), 2, "--threads"),
         ("x.h5", (*CHEAP, "--seconds", "0.001"), 2, "--seconds"),
-        ("x.h5", (*CHEAP, "--seconds", "nan"), 2, "--seconds is nan; give the total time, finite"),
+        ("x.h5", (*CHEAP, "--seconds", "nan"), 2, "--seconds nan is invalid; give the total time, finite"),
         ("x.h5", (*CHEAP, "--split", "none"), 1, ": no split 'none'; "),
         ("x.h5", (*CHEAP, "--device", "cpu", "--pin"), 2, "--pin"),
         # Refused before anything is measured.

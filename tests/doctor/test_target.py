@@ -53,10 +53,11 @@ def evidence(path: Path, **changes: Any) -> Evidence:
 
 def test_senseless_settings_are_refused(path: Path) -> None:
     for changes, parameters in (
-        *(({name: -1}, (name,)) for name in ("batch_size", "window", "num_threads", "num_workers")),
+        *(({name: -1}, (f"{name}=-1",)) for name in ("batch_size", "window", "num_threads", "num_workers")),
         ({"num_threads": 2, "num_workers": 2}, ("num_threads", "num_workers")),
-        *(({"seconds": value}, ("seconds",)) for value in (0.0, float("inf"), float("nan"))),
-        *(({"dtype": "int8"}, ("dtype",)), ({"model": "module:name"}, ("model",)), ({"transform": 3}, ("transform",))),
+        *(({"seconds": value}, (f"seconds={value}",)) for value in (0.0, float("inf"), float("nan"))),
+        *(({name: value}, (f"{name}={value!r}",)) for name, value in (("dtype", "int8"), ("model", "module:name"))),
+        ({"transform": 3}, ("transform=3",)),
         # Refused when the device is known.
         *(({"device": "meta"}, ("device",)), ({"device": "gpu"}, ("device='gpu'",))),
         ({"device": "cpu", "pin_memory": True}, ("pin_memory=True",)),

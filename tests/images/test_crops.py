@@ -43,7 +43,7 @@ def test_a_size_is_a_number_or_a_pair() -> None:
 def test_invalid_options_are_refused(kind: Any, name: str, value: Any) -> None:
     with pytest.raises(OptionsError) as caught:
         kind(**{"size": 8, name: value})
-    assert caught.value.parameters == (name,)
+    assert [parameter.partition("=")[0] for parameter in caught.value.parameters] == [name]
 
 
 def test_a_center_crop_is_where_torchvision_has_it() -> None:

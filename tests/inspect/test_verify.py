@@ -90,7 +90,7 @@ def test_files_that_cannot_be_opened_are_problems_or_errors(copy: Path, tmp_path
         h5pack.verify(hdf5_file(tmp_path / "foreign.h5", images=np.zeros((3, 4, 4, 3), np.uint8)))
     with pytest.raises(OptionsError) as caught:
         h5pack.verify(copy, num_workers=0)
-    assert caught.value.parameters == ("num_workers",)
+    assert caught.value.parameters == ("num_workers=0",)
 
 
 def test_unfinished_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -398,7 +398,7 @@ def test_profilers_see_waits_and_steps_and_may_begin_and_stop_within_a_step(cloc
 def test_values_that_make_no_sense_are_refused(parameter: str, value: Any) -> None:
     with pytest.raises(OptionsError) as caught:
         FeedMonitor([], **{parameter: value})
-    assert caught.value.parameters == (parameter,)
+    assert [name.partition("=")[0] for name in caught.value.parameters] == [parameter]
     with pytest.raises(OptionsError):
         FeedMonitor([], device="nothing")
 

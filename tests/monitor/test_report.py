@@ -87,7 +87,7 @@ def test_a_full_disk_ends_the_scalars_and_not_the_training(clock: FakeClock, cap
 def test_outputs_that_cannot_be_written_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(OptionsError) as caught:
         FeedMonitor([], **changes)
-    assert caught.value.parameters == tuple(changes)
+    assert [name.partition("=")[0] for name in caught.value.parameters] == [*changes]
 
 
 def test_any_text_may_be_the_name(clock: FakeClock, tmp_path: Path) -> None:

@@ -393,7 +393,7 @@ def test_error_names_the_parameter_at_fault(dataset: h5pack.H5Dataset, wrong: di
     for make, size in ((h5pack.ChunkSampler, {}), (h5pack.ChunkBatchSampler, batched), (h5pack.H5Loader, batched)):
         with pytest.raises(OptionsError) as caught:
             make(dataset, **size, **wrong)
-        assert set(caught.value.parameters) & set(wrong)
+        assert {name.partition("=")[0] for name in caught.value.parameters} & set(wrong)
 
 
 @pytest.mark.parametrize("labels", [None, np.zeros(20), np.zeros((20, 3), "u1")], ids=["none", "float", "table"])

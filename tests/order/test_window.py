@@ -329,7 +329,7 @@ def test_an_epoch_of_a_billion_rows_starts_in_its_middle() -> None:
 def test_error_names_the_parameter_at_fault(wrong: dict[str, Any]) -> None:
     with pytest.raises(OptionsError) as caught:
         OrderPlan(**{"rows": RowRange(0, 100, 7), "batch_size": 8, **wrong})
-    assert set(caught.value.parameters) & set(wrong)
+    assert {name.partition("=")[0] for name in caught.value.parameters} & set(wrong)
 
 
 def test_the_identity_is_numbers_and_texts_and_changes_with_the_order() -> None:
