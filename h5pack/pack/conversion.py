@@ -264,7 +264,8 @@ class Conversion:
             results = self._earlier_results(pack, check=check)
             if self.options.finish:
                 pack.require_all_parts(self._parts.count, results)
-                self._require_unchanged(pack, np.flatnonzero(~plan.has_row))
+                if plan.catalog.reader.uniform_size() is None:  # Arrays are never surveyed.
+                    self._require_unchanged(pack, np.flatnonzero(~plan.has_row))
             resumed = int(results.settled.sum())
             written = self._write(pack, results)
         else:

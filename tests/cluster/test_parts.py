@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import h5py
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -258,6 +259,16 @@ def test_parts_replace_an_output_while_others_encode_images(tmp_path: Path, monk
     h5pack.convert(source, out, finish=True, **options)
     assert (out.read_bytes(), out.stat().st_ino == before) == (expected, False)
     assert not list(tmp_path.glob("o.h5.partial*"))
+
+
+def test_parts_that_reject_an_array_while_they_encode_are_finished(tmp_path: Path) -> None:
+    source, options = tmp_path / "in.h5", {"keep": "jpeg"}
+    images = np.zeros((6, 8, 8, 3), np.float32)
+    images[4] = 1.5
+    with h5py.File(source, "w") as file:
+        file["images"] = images
+    write(source, tmp_path / "o.h5", options, "1/2", "2/2")
+    require_finish(source, tmp_path / "o.h5", options)
 
 
 def test_a_strict_part_is_not_advised_to_resume(tmp_path: Path) -> None:
