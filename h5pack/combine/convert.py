@@ -378,8 +378,9 @@ class ShardedConversion(Conversion):
         with self._stage("finish", 0):
             if not finish.is_complete(output.partial):
                 parts = [open_part(path) for path in shards]
-                merged = merge(parts)
-                merged = replace(merged, rejects=(*merged.rejects, *left_out))
+                # As in one pack, an image that several lines of a table name is listed for each of them.
+                listed = [reject for part in parts for reject in part.rejects]
+                merged = replace(merge(parts), rejects=(*listed, *left_out))
                 order = np.argsort(merged.split_ids, kind="stable")
                 virtual = Combination.of(None, parts, merged, order, added_statistics(parts, merged))
                 make_virtual(virtual, output, lock, output.shards)

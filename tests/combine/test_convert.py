@@ -74,6 +74,20 @@ def test_shards_have_the_rows_of_one_pack(tmp_path: Path, kind: str) -> None:
             assert np.array_equal(first["images"], second["images"])
 
 
+def test_shards_list_a_rejected_image_as_often_as_one_pack_does(tmp_path: Path) -> None:
+    flat_folder(tmp_path, 40)
+    (tmp_path / "empty.jpg").touch()
+    names = [path.name for path in sorted(tmp_path.glob("*.jpg"))]
+    table = tmp_path / "list.csv"
+    table.write_text("\n".join(["path", *names, "empty.jpg"]))
+    keywords = quick(**KINDS["pixels"])
+    reports = [h5pack.convert(table, tmp_path / "o.h5", **keywords)]
+    reports.append(h5pack.convert(table, tmp_path / "one.h5", **unsharded(keywords)))
+    assert [report.rejects for report in reports] == [2, 2]
+    tables = [(tmp_path / f"{name}.rejects.csv").read_bytes() for name in ("o.h5", "one.h5")]
+    assert tables[0] == tables[1]
+
+
 @pytest.mark.parametrize("kind", [{"chunk_rows": 2}, {"keep": "jpeg"}], ids=str)
 def test_no_shard_exceeds_the_limit_if_fields_differ_in_length(tmp_path: Path, kind: dict[str, Any]) -> None:
     lines = []
