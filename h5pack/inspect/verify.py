@@ -29,6 +29,7 @@ from h5pack.read.hdf5 import (
     dataset_error,
     dataset_names,
     is_filtered,
+    metadata_problem,
     open_file,
     reopen_tuned,
     reporting_damage,
@@ -214,10 +215,8 @@ def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iter
         sizes = rows.image_sizes
         if sizes is None:
             return run(executor, check_rows, tasks, in_flight, resumable=False)
-        encoded_tasks = (
-            _EncodedTask(**vars(task), image_sizes=sizes[task.start :][: len(task.checksums)]) for task in tasks
-        )
-        return run(executor, _check_encoded, encoded_tasks, in_flight, resumable=False)
+        encoded = (_EncodedTask(**vars(one), image_sizes=sizes[one.start :][: len(one.checksums)]) for one in tasks)
+        return run(executor, _check_encoded, encoded, in_flight, resumable=False)
     chunks = max(1, _TASK_BYTES // rows.chunk_bytes)
     step, stored = rows.chunk_rows * chunks, rows.stored_checksums
     decode_tasks = (
@@ -421,12 +420,25 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
             problems.append(f"splits/rows: shape {splits.shape}, but there must be a start and a stop for each name")
         elif [0, *splits[:, 1].tolist()] != [*splits[:, 0].tolist(), rows]:
             problems.append(f"splits/rows: the splits do not cover the {rows:,} rows in order")
-    for name, read in (("images", stored_layout), (schema.STATISTICS, stored_statistics), (schema.REJECTS, rejects_of)):
+    tables = {
+        "images": stored_layout, schema.STATISTICS: stored_statistics, schema.REJECTS: rejects_of,
+        schema.FILENAMES: _read_filenames,
+    }  # fmt: skip
+    for name, read in tables.items():
         try:
             if not any(problem.startswith(name) for problem in problems):
                 read(file)
         except (KeyError, TypeError, ValueError) as error:
             problems.append(f"{name}: {error.args[0]}")
+        except OSError as error:
+            problems.append(f"{name}: {metadata_problem(error, 'its data is damaged')}")
+
+
+def _read_filenames(file: h5py.File) -> None:
+    """Read all file names. They have no checksums, but decompressing them fails if they are damaged."""
+    stored = file[schema.FILENAMES]
+    for low in range(0, len(stored), _BLOCK_ROWS):
+        stored[low : low + _BLOCK_ROWS]
 
 
 def _check_attributes(file: h5py.File, name: str, problems: list[str]) -> None:

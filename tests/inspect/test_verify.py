@@ -170,6 +170,17 @@ def test_a_virtual_pack_with_too_many_sources_is_not_called_damaged(
     assert in_child(fails)
 
 
+def test_damaged_file_names_are_a_problem(copy: Path) -> None:
+    with h5py.File(copy) as file:
+        chunk = file["filenames"].id.get_chunk_info(0)
+    data = bytearray(copy.read_bytes())
+    data[chunk.byte_offset + chunk.size // 2] ^= 255
+    copy.write_bytes(data)
+    report = h5pack.verify(copy)
+    assert (report.ok, report.rows, report.damaged) == (False, 71, {})
+    assert [problem.partition(":")[0] for problem in report.problems] == ["filenames"]
+
+
 def test_a_damaged_mask_field_hides_no_damaged_images(tmp_path: Path) -> None:
     source = pair_folders(tmp_path / "in", 5)
     h5pack.convert(source, tmp_path / "o.h5", **quick(source_kind="pairs", keep="jpeg"))
