@@ -74,7 +74,7 @@ def color_folders(root: Path, counts: dict[str, int], brightness: int) -> Path:
     """One folder a split, in each one folders of 3 classes: noise whose class is the color that is brightest."""
     for split, count in counts.items():
         for number in range(count):
-            noise = np.random.default_rng((split == "val", number)).integers(0, 170, (16, 16, 3))
+            noise = np.random.default_rng((split == "val", number)).integers(0, 170, (8, 8, 3))
             noise[:, :, number % 3] += brightness
             path = root / split / f"class-{number % 3}" / f"{number:03d}.png"
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ import torch
 import torch.multiprocessing as mp
 
 import h5pack
+from tests.forking import output_of
 from tests.makers import color_folders, quick
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -154,40 +155,42 @@ def test_a_killed_run_resumes_with_identical_losses(
     assert [float(loss) for loss in printed] == pytest.approx(means, abs=1e-4)
 
 
-def test_a_killed_run_resumes_on_two_ranks(
-    train: Any, pack: Path, killed: Path, uninterrupted: Logs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    losses, validations = resume(train, pack, killed, "--spawn", "2")
-    assert list(losses.values())[14:] == pytest.approx(list(uninterrupted[0].values())[14:], rel=1e-3, abs=1e-5)
-    assert [(line["epoch"], line["images"]) for line in validations] == [(epoch, VAL) for epoch in range(EPOCHS)]
-
-
-def begin_and_list_threads(rank: int, folder: Path, options: Any, meeting: str) -> None:
+def begin_and_list_threads(rank: int, folder: Path, *arguments: Any) -> None:
     sys.path.insert(0, str(EXAMPLES))
-    importlib.import_module("train").begin_rank(rank, options, meeting)
+    importlib.import_module("train").begin_rank(rank, *arguments)
     tasks = Path("/proc/self/task").iterdir()
     (folder / str(rank)).write_text("\n".join((task / "comm").read_text().strip() for task in tasks))
 
 
-def test_no_thread_of_a_rank_outlives_its_process_group(
-    train: Any, pack: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_killed_run_resumes_on_two_ranks(
+    train: Any, pack: Path, killed: Path, uninterrupted: Logs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A thread of gloo that still holds a tensor when the interpreter is finalized would end the rank with SIGABRT.
+    def spawn(function: Any, arguments: tuple[Any, ...], ranks: int) -> None:
+        assert function is train.begin_rank
+        # Processes of the fork server have imported torch.
+        mp.start_processes(begin_and_list_threads, (killed, *arguments), ranks, start_method="forkserver")
+
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    options = train.parse([str(pack), *SMALL, "--epochs", "1", "--spawn", "2"])
-    meeting = f"file://{tmp_path}/meeting"
-    # Processes of the fork server have imported torch.
-    mp.start_processes(begin_and_list_threads, (tmp_path, options, meeting), 2, start_method="forkserver")
+    monkeypatch.setattr(mp, "spawn", spawn)
+    losses, validations = resume(train, pack, killed, "--spawn", "2")
+    assert list(losses.values())[14:] == pytest.approx(list(uninterrupted[0].values())[14:], rel=1e-3, abs=1e-5)
+    assert [(line["epoch"], line["images"]) for line in validations] == [(epoch, VAL) for epoch in range(EPOCHS)]
+    # A thread of gloo that still holds a tensor when the interpreter is finalized would end the rank with SIGABRT.
     for rank in range(2):
-        names = (tmp_path / str(rank)).read_text().split()
+        names = (killed / str(rank)).read_text().split()
         assert names
         assert [name for name in names if "gloo" in name] == []
 
 
+def run_torchrun(*arguments: Any) -> None:
+    # The ranks are started as commands.
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    importlib.import_module("torch.distributed.run").main([*map(str, arguments)])
+
+
 def test_two_ranks_of_torchrun_have_the_losses_of_one(pack: Path, uninterrupted: Logs, tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    run(*torchrun, SCRIPT, pack, *LONG, "--json", tmp_path / "log.json", "--find-unused-parameters", "--accumulate=2")
+    options = ["--json", tmp_path / "log.json", "--find-unused-parameters", "--accumulate=2"]
+    output_of(run_torchrun, "--nproc_per_node=2", "--standalone", SCRIPT, pack, *LONG, *options)
     losses, validations = logged(tmp_path / "log.json")
     assert list(losses.values())[:20] == pytest.approx(list(uninterrupted[0].values())[:20], rel=1e-3)
     assert {line["images"] for line in validations} == {VAL}
