@@ -8,9 +8,8 @@ import importlib.util
 import itertools
 import logging
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +27,11 @@ from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop
 from tests.device.feeds import needs_gpu
 from tests.device.machine_code import main_loop
 from tests.device.test_normalize import AUGMENTATIONS, DTYPES, LAYOUTS, FilledMemory, assert_near, batch, reference
+from tests.forking import output_of
 from tests.images.test_crops import key_of
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="pip install triton")
 not_interpreted = pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="kernels are interpreted")
-ROOT = Path(__file__).parents[2]
 SIZES = [(2, 5, 7), (1, 1, 1, 1), (2, 23, 31, 4), (1, 11, 300), (2, 40, 16)]
 """Batches of one to four channels. Some fill one program of a kernel, others need several, or several turns of one.
 Lines begin at multiples of 16 bytes only in the last.
@@ -110,7 +109,7 @@ def check_draws(device: str = "cpu") -> None:
     """The kernel of draws against the torch operations, for augmentations of each kind and keys of each kind."""
     from h5pack.device.kernels import draw
 
-    rows = torch.arange(130) * 7919 + 2**40
+    rows = torch.arange(70) * 7919 + 2**40
     colors = ColorJitter(0.8, 0.7, 0.9, 0.3, 0.3)
     for number, options in enumerate(
         (
@@ -119,7 +118,7 @@ def check_draws(device: str = "cpu") -> None:
             Augmentation(color=colors, crop=CenterCrop(9), flip=1.0, erase=1.0, erase_scale=(0.3, 0.9)),
         )
     ):
-        for repeats, view in ((2, number), (torch.arange(130) % 5, 0)):
+        for repeats, view in ((2, number), (torch.arange(70) % 5, 0)):
             expected = draw_augmentation(BatchKey(rows, 3, repeats, view), -5, options, 13, 11)
             found = draw.draw(BatchKey(rows.to(device), 3, repeats, view), -5, options, 13, 11)
             for name, part in vars(expected).items():
@@ -175,24 +174,25 @@ def check_far_results() -> None:
     """Values beyond 2^31 of a result. Its other memory, 4 GiB, is never touched, so it takes none."""
     from h5pack.device.kernels import normalize, resize
 
-    one = batch(1, 65, 63)
-    count = (1 << 31) // one.numel() + 2
-    rows = torch.arange(count)
-    flat = torch.empty((count, *one.shape[1:]), dtype=torch.uint8)
-    flat[-1] = one
-    many = one.expand(count, -1, -1, -1)
-    cases: tuple[tuple[torch.Tensor, str, dict[str, Any]], ...] = (
-        (flat, "channels_last", {}),
-        *((many, layout, {"flip": 0.5, "crop": 3}) for layout in LAYOUTS),
-        (many, "contiguous", {"crop": CenterCrop((65, 63), resize=66)}),
+    cases: tuple[tuple[tuple[int, int], str, dict[str, Any]], ...] = (
+        ((65, 63), "channels_last", {}),
+        *(((65, 63), layout, {"flip": 0.5, "crop": 3}) for layout in LAYOUTS),
+        # The interpreter takes long for its many tiles.
+        ((17, 31), "contiguous", {"crop": CenterCrop((17, 31), resize=32)}),
     )
-    for images, layout, options in cases:
+    for size, layout, options in cases:
+        one = batch(1, *size)
+        count = (1 << 31) // one.numel() + 2
+        rows, images = torch.arange(count), one.expand(count, -1, -1, -1)
+        if not options:
+            images = torch.empty(images.shape, dtype=torch.uint8)
+            images[-1] = one
         settings = {**options, "layout": layout, "dtype": torch.float16}
         norm, plain = (Normalize.imagenet(backend=name, **settings) for name in ("triton", "torch"))
         near = norm(images[-1:], BatchKey(rows[-1:], 0))
         draws = plain.draw(images, BatchKey(rows, 0)) if norm.keyed else None
         out = torch.empty(count * one.numel(), dtype=torch.float16)
-        out = out.view(count, 3, 65, 63) if layout == "contiguous" else out.view(images.shape).permute(0, 3, 1, 2)
+        out = out.view(count, 3, *size) if layout == "contiguous" else out.view(images.shape).permute(0, 3, 1, 2)
         with (
             patch.object(normalize, "_flat_kernel", LastPrograms(normalize._flat_kernel, count)),
             patch.object(normalize, "image_kernel", LastPrograms(normalize.image_kernel, count)),
@@ -254,13 +254,14 @@ class Dispatched(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def run_in_a_process(function: str, tmp_path: Path, **variables: str) -> None:
-    """Call MODULE.FUNCTION of this folder, which changes Triton, in a process of its own."""
-    code = f"from tests.device import {function.partition('.')[0]}; {function}()"
-    variables |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    result = subprocess.run(command, env={**os.environ, **variables}, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-3000:]
+def run_in_a_process(function: Callable[[], None], tmp_path: Path, **variables: str) -> None:
+    """Call a function, which changes Triton, in a process of its own."""
+    output_of(call_with_variables, function, {"TRITON_CACHE_DIR": str(tmp_path), **variables})
+
+
+def call_with_variables(function: Callable[[], None], variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+    function()
 
 
 @needs_triton
@@ -268,7 +269,7 @@ def test_interpreted_kernels_equal_the_slow_twin(tmp_path: Path) -> None:
     # Earlier interpreters expect arguments to be annotated by types, not by strings.
     pytest.importorskip("triton", minversion="3.3")
     # Triton reads TRITON_INTERPRET when it is imported.
-    run_in_a_process("test_kernels.interpret", tmp_path, TRITON_INTERPRET="1")
+    run_in_a_process(interpret, tmp_path, TRITON_INTERPRET="1")
 
 
 CROP = {"MOVES": True, "PADDED": True}
@@ -379,7 +380,7 @@ def compile_batches() -> None:
 @not_interpreted
 def test_an_odd_last_batch_compiles_nothing_again(tmp_path: Path) -> None:
     pytest.importorskip("triton", minversion="3.3")
-    run_in_a_process("test_kernels.compile_batches", tmp_path)
+    run_in_a_process(compile_batches, tmp_path)
 
 
 @needs_triton
