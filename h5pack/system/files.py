@@ -297,6 +297,8 @@ def require_writable(folder: Path) -> None:
         except PermissionError:  # A parent folder does not allow access. `os.access` below detects this.
             exists = True
         if not exists:
+            if os.path.exists(folder):
+                raise SourceError.at(folder, "a file, not a folder for the output; choose another folder")
             raise SourceError.at(folder, "the folder for the output does not exist; create it")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SourceError.at(folder, "no permission to create files in this folder; choose another folder")
@@ -338,12 +340,13 @@ def absolute_path(path: str | bytes | os.PathLike[str]) -> str:
 def require_other_files(outputs: Iterable[Path], inputs: Iterable[str | os.PathLike[str]]) -> None:
     """Raise OptionsError if an output is one of the existing files `inputs`, possibly under another name."""
     existing = {}
+    missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
     for out in outputs:
-        with reporting_disk_errors(out, "choose another folder"), contextlib.suppress(FileNotFoundError):
+        with reporting_disk_errors(out, "choose another folder"), missing:
             status = out.stat()
             existing[status.st_dev, status.st_ino] = out
     for path in inputs if existing else ():
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             status = os.stat(path)
             if (found := existing.get((status.st_dev, status.st_ino))) is not None:
                 raise OptionsError.at(found, "is one of the files to read; give the output another name")

@@ -376,6 +376,17 @@ def test_wrong_calls(tmp_path: Path) -> None:
     h5pack.join([first, first], tmp_path / "v.h5", virtual=True, overwrite=True)
 
 
+@pytest.mark.parametrize(
+    "action", [h5pack.convert, h5pack.subset, lambda path, out: h5pack.join([path, path], out)],
+    ids=["convert", "subset", "join"],
+)  # fmt: skip
+def test_an_output_below_a_file_is_refused(tmp_path: Path, action: Any) -> None:
+    path = pack(tmp_path, "a", 4, ["x"])
+    with pytest.raises(SourceError) as caught:
+        action(path, path / "o.h5")
+    assert caught.value.path == str(path)
+
+
 @pytest.mark.parametrize("kind", ["pixels", "jpeg"])
 def test_a_shard_of_a_virtual_file_that_is_missing_or_another_one_is_noticed(tmp_path: Path, kind: str) -> None:
     packs, out = two_packs(tmp_path, kind), tmp_path / "v.h5"
