@@ -81,9 +81,11 @@ class VirtualIndex(ChunkIndex):
 
     @property
     def decoded_bytes(self) -> int:
-        # Each range may be in a chunk of its own, of which the other rows are not in this dataset.
-        rows = [0 if source.index.codec is None else source.index.chunk_rows for source in self.sources]
-        return int(np.array(rows, np.int64)[self.source_ids].sum()) * self.row_bytes
+        # A chunk is decoded as a whole, and only once, even if several ranges are parts of it.
+        rows = np.array([0 if source.index.codec is None else source.index.chunk_rows for source in self.sources])
+        chunks = (self.starts + self.shifts) // np.maximum(1, rows[self.source_ids])
+        source_ids, _ = np.unique([self.source_ids, chunks], axis=1)
+        return int(rows[source_ids].sum()) * self.row_bytes
 
     @cached_property
     def files(self) -> frozenset[SourceFile]:
