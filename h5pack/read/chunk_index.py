@@ -302,9 +302,10 @@ def _stored_checksums(
 
     If another program rewrote the chunks, their number or their total size usually differs from the number of
     checksums, or from the total size that is stored with the checksums. Incompressible or constant rows may keep their
-    sizes at another compression level, so the filter must also be that of the pack's options.
+    sizes at another compression level, so the filter must also be that of the pack's options, if these are known.
     """
-    if _compression(filters) != stored_options(file).get("compression"):
+    compression = _compression(filters)
+    if stored_options(file).get("compression", compression) != compression:
         return None
     found = find_item(file, f"{schema.CHUNK_CHECKSUMS}/{name}")
     if not isinstance(found, h5py.Dataset) or found.shape != table.sizes.shape or found.dtype != np.uint32:

@@ -21,7 +21,16 @@ import pytest
 
 import h5pack
 from h5pack import cli
-from h5pack.errors import H5PackError, NoSpaceError, OptionsError, OutputBusyError, OutputExistsError, ResumeError
+from h5pack.errors import (
+    DamagedRowsError,
+    H5PackError,
+    NoSpaceError,
+    OptionsError,
+    OutputBusyError,
+    OutputExistsError,
+    ResumeError,
+)
+from h5pack.format import schema
 from h5pack.format.checksums import row_checksums
 from h5pack.format.plans import plan_cache
 from h5pack.format.schema import FilterId
@@ -164,6 +173,16 @@ def test_damage_is_found_in_the_chunk_that_has_it(packs: dict[str, Path], tmp_pa
     flip_in_chunk(shutil.copy(packs[name], tmp_path / "o.h5"), 3, "images")
     damaged = h5pack.verify(tmp_path / "o.h5").damaged["images"]
     assert set() < set(damaged) <= set(range(21, 28))
+
+
+def test_chunks_are_checked_before_decoding_although_the_options_are_damaged(
+    packs: dict[str, Path], tmp_path: Path
+) -> None:
+    flip_in_chunk(shutil.copy(packs["gzip"], tmp_path / "o.h5"), 3, "images")
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        file.attrs[schema.OPTIONS] = b"{"
+    with pytest.raises(DamagedRowsError, match="the chunk does not match its checksum"):
+        h5pack.H5Dataset(tmp_path / "o.h5")[21]
 
 
 def test_chunks_compressed_again_at_another_level_to_the_same_size_are_read(tmp_path: Path) -> None:
