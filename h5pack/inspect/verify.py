@@ -351,6 +351,7 @@ def _checksums(file: h5py.File, name: str, found: _Structure) -> npt.NDArray[np.
     if not isinstance(checksums, h5py.Dataset) or checksums.shape != (found.rows,):
         found.problems.append(f"{schema.CHECKSUMS}/{name}: missing, or does not have one checksum per row")
         return None
+    require_filters(checksums)
     return checksums[()]  # type: ignore[no-any-return]
 
 
@@ -437,6 +438,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
 def _read_filenames(file: h5py.File) -> None:
     """Read all file names. They have no checksums, but decompressing them fails if they are damaged."""
     stored = file[schema.FILENAMES]
+    require_filters(stored)
     for low in range(0, len(stored), _BLOCK_ROWS):
         stored[low : low + _BLOCK_ROWS]
 

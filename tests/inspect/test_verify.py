@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import h5py
+import hdf5plugin
 import numpy as np
 import pytest
 
@@ -179,6 +180,15 @@ def test_damaged_file_names_are_a_problem(copy: Path) -> None:
     report = h5pack.verify(copy)
     assert (report.ok, report.rows, report.damaged) == (False, 71, {})
     assert [problem.partition(":")[0] for problem in report.problems] == ["filenames"]
+
+
+@pytest.mark.parametrize("name", ["filenames", "checksums/images"])
+def test_tables_that_were_compressed_with_a_plugin_are_not_damaged(copy: Path, name: str) -> None:
+    with h5py.File(copy, "r+") as file:
+        values = file[name][()]
+        del file[name]
+        file.create_dataset(name, data=values, chunks=(10,), compression=hdf5plugin.Zstd())
+    assert h5pack.verify(copy, start_method="spawn").ok  # in a process that has not imported the plugin
 
 
 def test_a_damaged_mask_field_hides_no_damaged_images(tmp_path: Path) -> None:
