@@ -195,6 +195,8 @@ def reporting_disk_errors(path: Path, advice: str, *parameters: str) -> Iterator
             problem = f"another program removed it, or its file system does not allow this name; {again}"
         elif named and error.errno == errno.ENAMETOOLONG:
             problem = "the name is too long; give a shorter name"
+        elif named and error.errno == errno.ELOOP:
+            problem = "a loop of symbolic links; remove it, or give another name"
         elif named and error.errno in (errno.EINVAL, errno.EILSEQ):  # FAT and exFAT refuse names with a colon.
             problem = "its file system does not allow this name; choose a folder on another file system"
         else:
@@ -321,6 +323,7 @@ def require_replaceable(*paths: Path, writable: bool = True) -> None:
                 if status.st_uid == os.geteuid():
                     problem = "its permissions do not allow writing; change them with chmod, or give another name"
                 raise SourceError.at(path, problem)
+            path.stat()  # An OSError if a symbolic link leads to itself.
 
 
 def absolute_path(path: str | bytes | os.PathLike[str]) -> str:

@@ -21,6 +21,7 @@ from h5pack import cli
 from h5pack.combine.parts import merge_classes, open_part
 from h5pack.errors import (
     DamagedRowsError,
+    H5PackError,
     OptionsError,
     OutputExistsError,
     PackChangedError,
@@ -385,6 +386,22 @@ def test_an_output_below_a_file_is_refused(tmp_path: Path, action: Any) -> None:
     with pytest.raises(SourceError) as caught:
         action(path, path / "o.h5")
     assert caught.value.path == str(path)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [h5pack.convert, h5pack.subset, h5pack.export, h5pack.preview, lambda path, out: h5pack.join([path, path], out)],
+    ids=["convert", "subset", "export", "preview", "join"],
+)
+def test_an_output_that_is_a_link_to_itself_is_refused(tmp_path: Path, action: Any) -> None:
+    path, out = pack(tmp_path, "a", 4, ["x"]), tmp_path / "o.png"
+    out.symlink_to(out.name)
+    for wanted in (out, out / "o.png"):
+        with pytest.raises(H5PackError) as caught:
+            action(path, wanted)
+        assert caught.value.path in (str(out), str(wanted))
+    assert out.is_symlink()
+    assert leftovers(tmp_path) == {"a", "a.h5", "o.png"}
 
 
 @pytest.mark.parametrize("kind", ["pixels", "jpeg"])
