@@ -135,6 +135,15 @@ def test_errors_are_one_line(
     assert not (tmp_path / "o.h5").exists()
 
 
+@pytest.mark.parametrize("json", [False, True])
+@pytest.mark.parametrize("command", ["info no", "verify no", "preview no o.png", "export no o", "subset no o.h5"])
+def test_a_missing_file_is_an_error_on_standard_error(
+    capsys: pytest.CaptureFixture[str], command: str, json: bool
+) -> None:
+    code, out, err = run(capsys, *command.split(), *["--json"] * json)
+    assert (code, out, err.count("\n")) == (1, "", 1)
+
+
 def test_control_characters_in_names_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     evil = "\x1b]0;x\x07\r\u202e\x9b"
     class_folders(tmp_path / "in" / f"train{evil}", {f"a{evil}": 6, f"b{evil}": 6})

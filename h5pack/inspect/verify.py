@@ -162,7 +162,7 @@ def verify(
     Raises
     ------
     PackFormatError
-        If the file is not a pack, and therefore has no checksums.
+        If there is no readable file, or if it is not a pack, and therefore has no checksums.
     ReadError
         If a virtual pack has more sources than this process may open files.
     WorkerError
@@ -171,6 +171,8 @@ def verify(
     require_local(path)
     check_choice("start_method", start_method, START_METHODS)
     name = absolute_path(path)
+    if not (os.path.isfile(name) and os.access(name, os.R_OK)):
+        open_file(name).close()  # Raise the error.
     count = max(2, available_cpus() if num_workers is None else whole_number("num_workers", num_workers, 1))
     with open_executor(count, start_method, None, isolated=True) as executor:
         try:
@@ -180,12 +182,8 @@ def verify(
         except H5PackError as error:
             return VerifyReport(name, 0, (_problem(name, error),), parameters=error.parameters)
         except BrokenProcessPool:
-            version = h5py.version.hdf5_version
-            crash = (
-                f"HDF5 {version} crashed while it read the file, or memory ran out (see 'dmesg'); restore the file, or "
-                "free memory"
-            )
-            return VerifyReport(name, 0, (crash,))
+            cause = f"HDF5 {h5py.version.hdf5_version} crashed while it read the file, or memory ran out (see 'dmesg')"
+            return VerifyReport(name, 0, (f"{cause}; restore the file, or free memory",))
         if structure is None:
             raise PackFormatError.at(name, "not an h5pack file, so it has no checksums; describe it with 'h5pack info'")
         _check_large(name, structure, executor, 2 * count, progress=progress)
@@ -249,8 +247,7 @@ def _inspect_pack(path: str, file: h5py.File) -> _Structure:
         _add_kept(file, index, found)
     else:
         images = file.get(schema.IMAGES)
-        fits = isinstance(images, h5py.Dataset) and images.ndim == 4 and images.dtype == np.uint8
-        if not fits:
+        if not (isinstance(images, h5py.Dataset) and images.ndim == 4 and images.dtype == np.uint8):
             raise PackFormatError(f"{path}: no uint8 dataset 'images' with 4 axes; convert again")
         found = _Structure(images.shape[0])
         _add_large(file, schema.IMAGES, found)

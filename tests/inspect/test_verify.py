@@ -86,7 +86,10 @@ def test_files_that_cannot_be_opened_are_problems_or_errors(copy: Path, tmp_path
     for content in (copy.read_bytes()[:-9000], b""):
         copy.write_bytes(content)
         assert len(h5pack.verify(copy).problems) == 1
-    assert len(h5pack.verify(tmp_path / "no.h5").problems) == 1
+    for absent in (tmp_path / "no.h5", tmp_path):
+        with pytest.raises(PackFormatError) as missing:
+            h5pack.verify(absent)
+        assert missing.value.path == str(absent)
     with pytest.raises(PackFormatError):
         h5pack.verify(hdf5_file(tmp_path / "foreign.h5", images=np.zeros((3, 4, 4, 3), np.uint8)))
     with pytest.raises(OptionsError) as caught:
