@@ -69,9 +69,9 @@ def dead_leaves(seed: int, label: int, canvas: int = MAX_SIDE) -> npt.NDArray[np
             continue
         rows = np.arange(top, top + visible.shape[0], dtype=np.float32)[:, None] - np.float32(y)
         columns = np.arange(left, left + visible.shape[1], dtype=np.float32)[None] - np.float32(x)
-        inside = (rows * rows + columns * columns < radius * radius) & visible
-        shade = (1 + 0.3 * (rows + columns) / radius)[..., None]
-        picture[area][inside] = (color * shade)[inside]
+        inside = np.nonzero((rows * rows + columns * columns < radius * radius) & visible)
+        shade = 1 + 0.3 * (rows[inside[0]] + columns[0, inside[1], None]) / radius
+        picture[area][inside] = color * shade
         visible[inside] = False
     picture += random.normal(0, 0.02, picture.shape).astype(np.float32)
     return (np.clip(picture, 0, 1) * 255).astype(np.uint8)
@@ -84,7 +84,7 @@ def _color(random: np.random.Generator, label: int) -> tuple[float, float, float
 
 def _make_class(folder: Path, numbers: list[int], label: int, size: tuple[int, int], quality: int, seed: int) -> None:
     height, width = size
-    canvas = dead_leaves(seed, label, MAX_SIDE if max(size) > 64 else 256)
+    canvas = dead_leaves(seed, label, MAX_SIDE if max(size) > 128 else 256)
     random = np.random.default_rng([seed, label, 1])
     for number in numbers:
         top = int(random.integers(0, canvas.shape[0] - height + 1))
