@@ -20,8 +20,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Child processes would compile each module that they import, for half a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Each worker of a fork server would otherwise import torch again, for seconds.
-multiprocessing.set_forkserver_preload(["torch", "h5pack.data.dataset"])
+# Each worker of a fork server would otherwise import torch again, for seconds, and each command of a page of the docs
+# what converts.
+multiprocessing.set_forkserver_preload(
+    ["torch", "h5pack.data.dataset", "h5pack.commands.convert", "h5pack.combine.convert"]
+)
 
 # On a loaded machine any example may take long. The examples are the same in every run, so that a change cannot fail
 # because of an example that has nothing to do with it. With --hypothesis-profile=search, each run draws other examples.

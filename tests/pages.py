@@ -51,16 +51,20 @@ def shell(command: str, printed: Sequence[str] = ()) -> None:
 
 
 def run(command: str) -> tuple[int, str]:
-    """Run lines in bash, or in forked processes, which need not import h5pack; return the exit status and output."""
-    lines = command.splitlines()
-    is_python = all(re.match(r"(h5pack|python -m) ", line) for line in lines)
-    if not is_python or re.search(r"[$|&;<>*?~\\]", command):
-        done = subprocess.run(["bash", "-euc", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        return done.returncode, done.stdout
+    """Run lines in bash, or in forked processes, which need not import h5pack; return the exit status and output.
+
+    A part begins at each line that calls Python. It is run in bash if it has further lines or needs a shell.
+    """
     with tempfile.TemporaryFile("w+") as output:
-        commands = (shlex.split(line.removeprefix("python -m "), comments=True) for line in lines)
-        codes = (run_module(words, output) for words in commands)
-        code = next(filter(None, codes), 0)
+        for part in re.split(r"\n(?=h5pack |python -m )", command.rstrip()):
+            line = re.sub(r" # .*$", "", part)
+            if re.match(r"(h5pack|python -m) ", line) and not re.search(r"[$|&;<>*?~\\\n]", line):
+                code = run_module(shlex.split(line.removeprefix("python -m ")), output)
+            else:
+                done = subprocess.run(["bash", "-euc", part], stdout=output, stderr=subprocess.STDOUT)
+                code = done.returncode
+            if code:
+                break
         output.seek(0)
         return code, output.read()
 
