@@ -24,6 +24,8 @@ def few_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Convert in this process, and read in one worker: tiny data need no more."""
     monkeypatch.setattr("h5pack.pack.conversion.available_cpus", lambda: 1)
     monkeypatch.setattr("benchmarks.common.WORKERS", 1)
+    # Generated photos are crops of a picture of this size, which takes half a second.
+    monkeypatch.setattr("h5pack.benchmark.synthetic.MAX_SIDE", 512)
 
 
 def test_convert_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
