@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import fcntl
 import multiprocessing
 import os
 import pathlib
+import pickle
 import re
 import shutil
 import signal
@@ -25,33 +27,44 @@ import pytest
 import h5pack
 
 
-def run_in_child(work: Callable[[], Any], kill_at: int | None) -> int:
-    """Work in a forked child that dies by SIGKILL at its `kill_at`-th change to a file; return how many it made."""
-    return len(changes_in_child(work, kill_at))
+class Change(str):
+    """A call that changes a file, such as ``fsync o.h5.partial``.
+
+    If it is `idle`, a kill in it leaves the same files as one in the call before.
+    """
+
+    idle = False
 
 
-def convert_in_child(source: Path, out: Path, keywords: dict[str, Any], kill_at: int | None) -> list[str]:
-    """Convert in such a child; return its changes, such as ``fsync o.h5.partial``."""
-    return changes_in_child(lambda: h5pack.convert(source, out, **keywords), kill_at)
+def convert_in_child(source: Path, out: Path, keywords: dict[str, Any], kill_at: int | None) -> list[Change]:
+    """Convert in such a child; return its changes."""
+    watched = out.with_name(f"{out.stem}*")
+    return changes_in_child(lambda: h5pack.convert(source, out, **keywords), kill_at, watched)
 
 
-def distinct_steps(changes: list[str], *, first: bool) -> list[int]:
+def distinct_steps(changes: list[Change], *, first: bool) -> list[int]:
     """Return where each kind of change occurs first, or else for the middle and the last time, in each phase.
 
-    A phase lasts until a change that is not a write, so writing rows, moving them and copying tables are phases.
+    A phase lasts until a change that is not a write, so writing rows, moving them and copying tables are phases. Of
+    steps where a kill leaves the same files, only the last is returned.
     """
     kinds: dict[tuple[str, str], list[int]] = {}
     phase = ""
     for position, change in enumerate(changes):
         kinds.setdefault((phase, change), []).append(position)
         phase = phase if change.startswith(("pwrite", "write")) else change
-    return sorted(
-        {at for found in kinds.values() for at in (found[:1] if first else (found[len(found) // 2], found[-1]))}
-    )
+    chosen = (at for found in kinds.values() for at in (found[:1] if first else (found[len(found) // 2], found[-1])))
+    steps = effective_steps(changes)
+    return sorted({steps[bisect.bisect_left(steps, at)] for at in chosen})
+
+
+def effective_steps(changes: list[Change]) -> list[int]:
+    """Return all steps; of those where a kill leaves the same files, return the last."""
+    return [at for at in range(len(changes)) if at + 1 == len(changes) or not changes[at + 1].idle]
 
 
 def require_resumes(
-    source: Path, out: Path, settings: dict[str, Any], choose: Callable[[list[str]], Iterable[int]]
+    source: Path, out: Path, settings: dict[str, Any], choose: Callable[[list[Change]], Iterable[int]]
 ) -> bytes:
     """Kill a conversion at the steps that `choose` selects from its changes; resumed, it must leave the same files.
 
@@ -75,24 +88,27 @@ def _files_beside(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in out.parent.glob(f"{out.name}*")}
 
 
-def changes_in_child(work: Callable[[], Any], kill_at: int | None) -> list[str]:
-    """Work in such a child; return its changes, none if it was killed."""
+def changes_in_child(work: Callable[[], Any], kill_at: int | None, watched: Path | None = None) -> list[Change]:
+    """Work in such a child; return its changes, none if it was killed.
+
+    Those between which the files that match the pattern `watched` stay the same are idle.
+    """
     receive, send = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            changes = note_changes(kill_at)
+            made = note_changes(kill_at, watched)
             work()
-            text = "\n".join(changes)
-            with os.fdopen(send, "w") as stream:
-                stream.write(text)
+            with os.fdopen(send, "wb") as stream:
+                pickle.dump(made, stream)
             os._exit(0)
         except BaseException:
             traceback.print_exc()
             os._exit(1)
     os.close(send)
-    with os.fdopen(receive) as stream:
-        changes = stream.read().splitlines()
+    with os.fdopen(receive, "rb") as stream:
+        data = stream.read()
+    changes: list[Change] = pickle.loads(data) if data else []
     _, status = os.waitpid(child, 0)
     if not changes:
         assert kill_at is not None
@@ -101,14 +117,16 @@ def changes_in_child(work: Callable[[], Any], kill_at: int | None) -> list[str]:
     return changes
 
 
-def note_changes(kill_at: int | None) -> list[str]:
+def note_changes(kill_at: int | None, watched: Path | None = None) -> list[Change]:
     """Make this process note its calls that change a file in a list, and kill itself in one of them."""
-    changes: list[str] = []
+    changes: list[Change] = []
+    before: dict[Path, bytes] | None = None
     lock = threading.Lock()
     die = os.kill
 
     def wrapped(name: str, call: Callable[..., Any], halves: bool) -> Callable[..., Any]:
         def noting(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal before
             with lock:
                 if len(changes) == kill_at:
                     if halves:
@@ -116,7 +134,11 @@ def note_changes(kill_at: int | None) -> list[str]:
                         descriptor, data, *offset = arguments
                         call(descriptor, memoryview(data)[: len(data) // 2], *offset)
                     die(os.getpid(), signal.SIGKILL)
-                changes.append(f"{name} {_file_of(arguments[0])}")
+                changes.append(Change(f"{name} {_file_of(arguments[0])}"))
+                if watched is not None and kill_at is None:
+                    now = _contents(watched)
+                    changes[-1].idle = now == before and not halves
+                    before = now
             return call(*arguments, **keywords)
 
         return noting
@@ -131,6 +153,15 @@ def note_changes(kill_at: int | None) -> list[str]:
         setattr(os, name, wrapped(name, getattr(os, name), True))
     h5py.h5f.create = wrapped("create", h5py.h5f.create, False)
     return changes
+
+
+def _contents(watched: Path) -> dict[Path, bytes]:
+    """The bytes of all files, none of a folder; without files that another thread removes now."""
+    found: dict[Path, bytes] = {}
+    for path in (path for top in watched.parent.glob(watched.name) for path in (top, *top.rglob("*"))):
+        with suppress(FileNotFoundError):
+            found[path] = path.read_bytes() if path.is_file() else b""
+    return found
 
 
 def _file_of(argument: Any) -> str:

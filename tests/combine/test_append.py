@@ -94,7 +94,7 @@ def test_killed_at_every_step(tmp_path: Path, kind: str) -> None:
     def work(**settings: Any) -> Any:
         return h5pack.append(path, more, **quick(**SOURCE, **settings))
 
-    changes = changes_in_child(work, kill_at=None)
+    changes = changes_in_child(work, kill_at=None, watched=tmp_path / "a.h5*")
     whole = path.read_bytes()
     for step in distinct_steps(changes, first=True)[kind == "jpeg" :: 3]:
         path.write_bytes(old)

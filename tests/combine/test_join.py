@@ -91,7 +91,7 @@ def test_killed_at_every_step_and_resumed(tmp_path: Path, kind: str) -> None:
     packs, out = two_packs(tmp_path, kind), tmp_path / "o.h5"
     h5pack.join(packs, tmp_path / "whole.h5")
     whole = (tmp_path / "whole.h5").read_bytes()
-    changes = changes_in_child(lambda: h5pack.join(packs, out), kill_at=None)
+    changes = changes_in_child(lambda: h5pack.join(packs, out), kill_at=None, watched=tmp_path / "o.h5*")
     assert out.read_bytes() == whole
     for step in distinct_steps(changes, first=True)[["pixels", "jpeg", "gzip"].index(kind) :: 2]:
         out.unlink(missing_ok=True)

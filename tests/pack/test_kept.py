@@ -29,7 +29,7 @@ from h5pack.images.encode import JpegEncoder
 from h5pack.pack import writer
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.kept import plan_data_chunks
-from tests.crashing import convert_until, distinct_steps, interrupt, kill_while_held, leftovers, require_resumes
+from tests.crashing import Change, convert_until, distinct_steps, interrupt, kill_while_held, leftovers, require_resumes
 from tests.makers import hdf5_file, pixels, quick, save, truncate
 from tests.read.encoded_files import decoded, encode, write_encoded
 from tests.read.files import flip
@@ -317,7 +317,7 @@ def test_encoded_images_do_not_depend_on_workers(mixed: Path, whole_mixed: bytes
 
 
 def test_killed_while_images_are_encoded(mixed: Path, whole_mixed: bytes, tmp_path: Path) -> None:
-    def steps(changes: list[str]) -> list[int]:
+    def steps(changes: list[Change]) -> list[int]:
         last = max(step for step, change in enumerate(changes) if "encoded-" in change and "unlink" not in change)
         early = distinct_steps(changes[: last + 12], first=False)[::2]
         return early + distinct_steps(changes, first=False)[2 * len(early) :: 3]
