@@ -40,6 +40,7 @@ from h5pack.system.machine import available_memory
 from h5pack.system.text import format_bytes
 
 FIELDS_ADVICE = "fields=[NAME]"
+_MIN_CHECKED_BYTES = 2**20  # Reading how much memory is free takes longer than reading a smaller dataset.
 _LABELS = ("labels", "label", "targets", "target", "y", "class", "category")
 # Matches a dataset's path if it contains a word for images: "images", "train/images", "train_set_x" or "X".
 IMAGE_WORD = re.compile(r"(?<![a-z])(?:images?|imgs?|x)(?![a-z])", re.IGNORECASE)
@@ -201,7 +202,7 @@ def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[
 
 
 def _require_memory(path: Path, name: str, size: int) -> None:
-    if size > available_memory() // 2:
+    if size > _MIN_CHECKED_BYTES and size > available_memory() // 2:
         problem = f"holds {format_bytes(size)}, over half of the free memory; leave it out"
         raise dataset_source_error(path, name, problem)
 
