@@ -67,8 +67,7 @@ def contents(*paths: Path) -> dict[str, tuple[Any, ...]]:
         names, splits = dataset.filenames or [], {}
         for split, rows in dataset.splits.items():
             splits.update(dict.fromkeys(np.asarray(rows).tolist(), split))
-        for row in range(len(dataset)):
-            image, label, *fields = dataset[row]
+        for row, (image, label, *fields) in enumerate(dataset.__getitems__(range(len(dataset)))):
             values = [one.tolist() if hasattr(one, "tolist") else one for one in (image, *fields)]
             assert names[row] not in found
             found[names[row]] = (splits[row], (dataset.classes or ())[int(label)], *values)
