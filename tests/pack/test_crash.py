@@ -23,9 +23,11 @@ from h5pack.images.decode import Decoder
 from h5pack.pack.file_structure import FileStructure, PackTables, write_structure
 from h5pack.pack.journal import RowRecord
 from tests.crashing import (
+    changes_in_child,
     convert_in_child,
     convert_until,
     distinct_steps,
+    effective_steps,
     gone,
     kill_while_held,
     leftovers,
@@ -304,3 +306,21 @@ def test_the_killing_harness_can_fail(tmp_path: Path) -> None:
         for path in tmp_path.glob("o.h5*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     raise AssertionError("no step was found out")
+
+
+def test_one_of_the_steps_that_leave_the_same_files_is_chosen(tmp_path: Path) -> None:
+    def work() -> None:
+        descriptor = os.open(tmp_path / "a", os.O_CREAT | os.O_WRONLY)
+        os.write(descriptor, b"ab")
+        os.fsync(descriptor)
+        os.fsync(descriptor)
+        os.replace(tmp_path / "a", tmp_path / "b")
+        (tmp_path / "a").unlink(missing_ok=True)
+        (tmp_path / "c").touch()
+        (tmp_path / "b").unlink()
+
+    changes = changes_in_child(work, None, tmp_path / "*")
+    assert changes == ["write a", "fsync a", "fsync a", "replace a", "unlink a", "unlink b"]
+    assert effective_steps(changes) == [0, 3, 4, 5]
+    assert distinct_steps(changes, first=True) == distinct_steps(changes, first=False) == [0, 3, 4, 5]
+    assert effective_steps(changes_in_child(work, None)) == [0, 1, 2, 3, 4, 5]
