@@ -251,8 +251,10 @@ class H5Loader(Closeable, Resumable):
 
     def _plan_memory(self, memory_bytes: int | None, prefetch_factor: int | None) -> None:
         """Decide how many batches to prefetch, and which fields and decoded chunks to keep in memory."""
-        default = available_memory() // 2 // max(1, launched_number("LOCAL_WORLD_SIZE", 1))
-        budget = whole_number("memory_bytes", default if memory_bytes is None else memory_bytes, 0)
+        if memory_bytes is None:
+            budget = available_memory() // 2 // max(1, launched_number("LOCAL_WORLD_SIZE", 1))
+        else:
+            budget = whole_number("memory_bytes", memory_bytes, 0)
         minimum = self.plan.max_group_batches + 1
         wanted = 2 * minimum if prefetch_factor is None else whole_number("prefetch_factor", prefetch_factor, 1)
         batch_bytes = self._new_pool(0).bytes

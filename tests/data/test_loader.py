@@ -90,7 +90,8 @@ def test_batches_are_those_of_a_dataloader(dataset: h5pack.H5Dataset, order: dic
             return True
         return False
 
-    least = bisect.bisect_left(range(10**8), True, key=is_enough)
+    enough = loader_of(dataset, **order).memory_bytes
+    least = bisect.bisect_left(range(enough), True, key=is_enough)
     for memory_bytes, threads in ((None, 1), (least, 3)):
         loader = loader_of(dataset, num_threads=threads, memory_bytes=memory_bytes, **order)
         assert len(loader) == len(expected[0])
