@@ -83,9 +83,11 @@ class VirtualIndex(ChunkIndex):
     def decoded_bytes(self) -> int:
         # A chunk is decoded as a whole, and only once, even if several ranges are parts of it.
         rows = np.array([0 if source.index.codec is None else source.index.chunk_rows for source in self.sources])
-        chunks = (self.starts + self.shifts) // np.maximum(1, rows[self.source_ids])
-        source_ids, _ = np.unique([self.source_ids, chunks], axis=1)
-        return int(rows[source_ids].sum()) * self.row_bytes
+        decoded = rows[self.source_ids] > 0
+        source_ids = self.source_ids[decoded]
+        chunks = (self.starts + self.shifts)[decoded] // rows[source_ids]
+        stride = chunks.max(initial=0) + 1
+        return int(rows[np.unique(source_ids * stride + chunks) // stride].sum()) * self.row_bytes
 
     @cached_property
     def files(self) -> frozenset[SourceFile]:
