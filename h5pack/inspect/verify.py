@@ -418,11 +418,8 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
             problems.append(f"splits/rows: shape {splits.shape}, but there must be a start and a stop for each name")
         elif [0, *splits[:, 1].tolist()] != [*splits[:, 0].tolist(), rows]:
             problems.append(f"splits/rows: the splits do not cover the {rows:,} rows in order")
-    tables = {
-        "images": stored_layout, schema.STATISTICS: stored_statistics, schema.REJECTS: rejects_of,
-        schema.FILENAMES: _read_filenames,
-    }  # fmt: skip
-    for name, read in tables.items():
+    tables = (("images", stored_layout), (schema.STATISTICS, stored_statistics), (schema.REJECTS, rejects_of))
+    for name, read in (*tables, (schema.FILENAMES, _read_filenames)):
         try:
             if not any(problem.startswith(name) for problem in problems):
                 read(file)
