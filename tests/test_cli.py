@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import h5py
 import pytest
@@ -145,25 +146,34 @@ def test_a_missing_file_is_an_error_on_standard_error(
 
 
 def test_control_characters_in_names_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evil = "\x1b]0;x\x07\r\u202e\x9b"
+    evil = "\x1b]0;x\x07\r\n\u202e\x9b"
     class_folders(tmp_path / "in" / f"train{evil}", {f"a{evil}": 6, f"b{evil}": 6})
     (tmp_path / "in" / f"train{evil}" / f"a{evil}" / f"{evil}.jpg").write_bytes(b"")
-    pack, one = tmp_path / "o.h5", ("--workers", 1)
+    pack, one, codes = tmp_path / f"o{evil}.h5", ("--workers", 1), []
     options = (*one, "--source", "splits", "--overwrite")
-    codes = [run(capsys, "convert", tmp_path / "in", pack, *options)[0]]
-    with h5py.File(pack, "r+") as file:
-        file["images"][0] ^= 1
-        file[f"x{evil}"] = [1]
-    for arguments in (
-        ("convert", tmp_path / "in", pack, *options, "--dry-run"),
-        ("info", pack, "--stats", "--full"), ("verify", pack), ("preview", pack, tmp_path / "p.png"),
-        ("export", pack, tmp_path / "out", *one),
-    ):  # fmt: skip
+
+    def check(*arguments: Any) -> None:
         code, out, err = run(capsys, *arguments)
         codes.append(code)
         assert all(line.isprintable() for line in (out + err).split("\n")), arguments
-        assert r"\x1b]0;x\x07\r\u202e\x9b" in out + err
-    assert codes == [0, 0, 0, 1, 1, 1]
+        escaped = r"\x1b]0;x\x07\r\n\u202e\x9b"
+        assert 0 < (out + err).count(escaped) == (out + err).count(r"]0;x"), arguments
+
+    check("convert", tmp_path / "in", pack, *options)
+    check("convert", tmp_path / "in", pack, *options, "--dry-run")
+    check("append", pack, tmp_path / "in", *one, "--only-new")
+    check("subset", pack, pack.with_name(f"s{evil}.h5"))
+    check("join", pack, pack, pack.with_name(f"j{evil}.h5"))
+    check("verify", pack)
+    check("export", pack, tmp_path / f"all{evil}", *one)
+    with h5py.File(pack, "r+") as file:
+        file["images"][0] ^= 1
+        file[f"x{evil}"] = [1]
+    check("info", pack, "--stats", "--full")
+    check("verify", pack)
+    check("preview", pack, tmp_path / f"p{evil}.png")
+    check("export", pack, tmp_path / f"out{evil}", *one)
+    assert codes == [*[0] * 8, 1, 1, 1]
 
 
 def test_misuse_and_abbreviated_options_exit_with_2() -> None:

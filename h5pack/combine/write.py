@@ -53,7 +53,7 @@ from h5pack.system.files import clone_range, drop_pages, read_all, reporting_dis
 from h5pack.system.machine import available_cpus
 from h5pack.system.processes import open_executor, run, shared
 from h5pack.system.progress import Stages
-from h5pack.system.text import counted, format_bytes
+from h5pack.system.text import counted, format_bytes, printable, printable_lines
 from h5pack.version import __version__
 
 _TASK_BYTES = 8 * 1024 * 1024
@@ -80,13 +80,13 @@ class CombineReport:
     def to_text(self) -> str:
         """Return the report as text of one or more lines."""
         if self.already_complete:
-            return f"{self.path}: already complete, {counted(self.images, 'image')}"
+            return printable(f"{self.path}: already complete, {counted(self.images, 'image')}")
         size, copied, total = format_bytes(self.bytes), format_bytes(self.copied_bytes), sum(self.seconds.values())
         images = counted(self.images, "image") + (f" ({self.added:,} new)" if self.added else "")
-        text = f"done     {self.path}: {images}, {size}, {copied} of rows written, {total:.1f} s"
+        lines = [f"done     {self.path}: {images}, {size}, {copied} of rows written, {total:.1f} s"]
         if self.rejects:
-            text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
-        return "\n".join([text, *(f"note     {note}" for note in self.notes)])
+            lines.append(f"rejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv")
+        return printable_lines([*lines, *(f"note     {note}" for note in self.notes)])
 
 
 class _UnfinishedFile(Unfinished):

@@ -10,7 +10,7 @@ from typing import Any
 from h5pack.commands.arguments import add_options, is_verbose, keywords, option_text, print_report
 from h5pack.errors import OptionsError
 from h5pack.system.parameters import invalid
-from h5pack.system.text import print_text
+from h5pack.system.text import print_text, printable
 
 _OF_SPEED = (
     "contiguous", "chunk_rows", "chunk_bytes", "orders", "engines", "caches", "compression", "num_threads",
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         draw_bench(report, arguments.plot)
         if not arguments.json:
-            print(f"wrote {arguments.plot}")
+            print(printable(f"wrote {arguments.plot}"))
     return 0
 
 

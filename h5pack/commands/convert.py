@@ -13,7 +13,7 @@ from typing import Any
 from h5pack.commands.arguments import PROCESSES, add_hdf5, add_options, add_splits, is_verbose, keywords, option_text
 from h5pack.errors import OptionsError, OutputExistsError
 from h5pack.system.parameters import invalid, output_file
-from h5pack.system.text import counted, print_text
+from h5pack.system.text import counted, print_text, printable
 
 _ORDER = {
     "--order ORDER": "order of the rows: shuffled (default), or sorted (the order of the source)",
@@ -202,7 +202,8 @@ def _run_convert(arguments: argparse.Namespace) -> int:
             if not arguments.dry_run:
                 raise
             conversion = stack.enter_context(opened(**{**options, "overwrite": True, "resume": False}))
-            print_text(f"h5pack: {option_text(str(error), error.parameters, arguments.parser)}", sys.stderr)
+            message = option_text(str(error), error.parameters, arguments.parser)
+            print(printable(f"h5pack: {message}"), file=sys.stderr)
         report = conversion.existing_report()
         if report is None:
             plan = conversion.plan(resumable=not arguments.dry_run)

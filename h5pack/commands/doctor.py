@@ -11,7 +11,7 @@ from typing import Any
 
 from h5pack.commands.arguments import add_options, is_verbose, keywords, print_report
 from h5pack.errors import OptionsError
-from h5pack.system.text import error_line, print_text
+from h5pack.system.text import error_line, printable
 
 
 def add(commands: Any) -> None:
@@ -82,7 +82,7 @@ def _print(report: Any, arguments: argparse.Namespace) -> None:
         _show("")
     print_report(report, arguments)
     for failure in report.failures:
-        print_text(f"h5pack: {failure}", sys.stderr)
+        print(printable(f"h5pack: {failure}"), file=sys.stderr)
     if arguments.plot is not None:
         from h5pack.doctor.report import draw_stages
 

@@ -16,7 +16,7 @@ from h5pack.commands.arguments import (
     keywords,
     print_report,
 )
-from h5pack.system.text import print_text
+from h5pack.system.text import print_text, printable
 
 
 def add(commands: Any) -> None:
@@ -131,7 +131,7 @@ def _preview(arguments: argparse.Namespace) -> int:
             num_classes = max(split.named for split in report.splits)
             print(f"  to show all classes, if they fit on a sheet: --max-classes {num_classes}")
         for row in report.damaged:
-            print_text(f"{arguments.file}: row {row.row} ({row.name}): {row.reason}", sys.stderr)
+            print(printable(f"{arguments.file}: row {row.row} ({row.name}): {row.reason}"), file=sys.stderr)
     return 0 if report.ok else 1
 
 

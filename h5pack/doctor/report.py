@@ -23,7 +23,7 @@ from h5pack.monitor.bottleneck import (
     Verdict,
     rate_text,
 )
-from h5pack.system.text import counted, listed
+from h5pack.system.text import counted, listed, printable_lines
 
 _SMALL_GAIN = 1.05
 _SLOWDOWN = 1.25  # The text mentions a slowdown of the step in the loop if it is at least this factor.
@@ -153,7 +153,7 @@ class DoctorReport:
         lines += ["", *self.head(), "", *_waterfall(self)]
         lines += ["", *_wrapped(self.first_epoch_text)] if self.first_epoch_text is not None else []
         lines += _listed("Other findings:", self.advice_texts(moves=False))
-        return "\n".join([*lines, *_listed("Not determined:", self.unknown)])
+        return printable_lines([*lines, *_listed("Not determined:", self.unknown)])
 
 
 def _listed(title: str, texts: Sequence[str], mark: str = "- ") -> list[str]:

@@ -53,7 +53,7 @@ from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import flags, require_local, texts, whole_number
 from h5pack.system.processes import MAX_WORKERS, open_executor, run
 from h5pack.system.progress import Stages
-from h5pack.system.text import counted, format_bytes
+from h5pack.system.text import counted, format_bytes, printable, printable_lines
 
 _DEFAULT_QUALITY = 95
 _MAX_LISTED = 20
@@ -95,7 +95,7 @@ class ExportReport:
     def to_text(self) -> str:
         """Return the report as a few lines of text."""
         if self.already_complete:
-            return f"{self.path}: already complete"
+            return printable(f"{self.path}: already complete")
         speed = (self.files - self.resumed_files) / self.seconds if self.seconds else 0.0
         splits = [f"{name} {count:,}" for name, count in self.splits.items()]
         images = f"{counted(self.files, f'{self.format} image')}, {format_bytes(self.bytes)}"
@@ -111,7 +111,7 @@ class ExportReport:
             f"repack   {self.again}",
             *(f"loses    {what}" for what in self.lost),
         ]
-        return "\n".join(filter(None, lines))
+        return printable_lines(filter(None, lines))
 
     def damage_text(self) -> str:
         """Return lines of text that list the rows that could not be exported (at most 20)."""
@@ -121,7 +121,7 @@ class ExportReport:
         lines += [f"  row {row.row} ({row.name}): {row.reason}" for row in self.damaged[:_MAX_LISTED]]
         if len(self.damaged) > _MAX_LISTED:
             lines.append(f"  and {len(self.damaged) - _MAX_LISTED:,} more")
-        return "\n".join(lines)
+        return printable_lines(lines)
 
 
 def export(

@@ -38,7 +38,7 @@ from h5pack.read.hdf5 import (
 from h5pack.read.virtual import files_of
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, is_image_array, packing_options
 from h5pack.sources.hdf5_tables import find_labels
-from h5pack.system.text import counted, format_bytes
+from h5pack.system.text import counted, format_bytes, printable_lines
 
 _DEFAULT_CACHE_BYTES = int(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2])  # 8 MiB; 1 MiB before HDF5 2.0
 _FILTER_NAMES = {
@@ -130,7 +130,7 @@ class DatasetReport:
             measure = ["h5pack", "bench", path, "--images", self.name]
             measure += ["--labels", _labels_of(labeled)] if "--labels" in labeled and path in labeled else []
             lines.append(f"  measure: {shlex.join(measure)}")
-        return "\n".join([*lines, *details])
+        return printable_lines([*lines, *details])
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,8 @@ class FileReport:
         tables = [one for one in self.datasets if self.pack is not None and one.name.partition("/")[0] in _TABLES]
         listed = [dataset for dataset in self.datasets if dataset not in tables]
         hidden = [] if full else listed[_MAX_LISTED:]
-        lines += [dataset.to_text(self.path, full) for dataset in listed[: len(listed) - len(hidden)]]
+        for dataset in listed[: len(listed) - len(hidden)]:
+            lines += dataset.to_text(self.path, full).split("\n")
         if hidden:
             faulty_count = sum(bool(dataset.faults) for dataset in hidden)
             lines.append(f"... and {len(hidden):,} more datasets ({faulty_count:,} with faults), which --full lists")
@@ -192,7 +193,7 @@ class FileReport:
         if channels is not None and not (self.pack or {}).get("mean"):
             mean, std = number_text(channels["mean"]), number_text(channels["std"])
             lines.append(f"channels of {channels['rows']:,} rows: mean {mean}, std {std}")
-        return "\n".join(lines)
+        return printable_lines(lines)
 
 
 def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool = False) -> FileReport:

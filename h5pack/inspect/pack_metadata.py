@@ -15,7 +15,7 @@ from h5pack.format import schema
 from h5pack.read.encoded import has_kept_images, index_kept, is_mask_group
 from h5pack.read.hdf5 import attribute_names, require_dataset, text
 from h5pack.read.ragged import index_ragged, is_ragged, own_fields
-from h5pack.system.text import counted, format_bytes, labels_text
+from h5pack.system.text import counted, format_bytes, labels_text, printable
 
 _WIDTH, _MAX_NAMES_LENGTH = 110, 180  # maximum characters of a line, and of a list of class names
 
@@ -113,7 +113,7 @@ def pack_lines(pack: dict[str, Any]) -> list[str]:
 
 def _names_lines(title: str, names: list[str]) -> list[str]:
     """Return about two lines: the title, and as many names as fit."""
-    shown = ", ".join(names)
+    shown = printable(", ".join(names))
     if len(shown) > _MAX_NAMES_LENGTH:
         shown = (shown[:_MAX_NAMES_LENGTH].rpartition(", ")[0] or shown[:_MAX_NAMES_LENGTH]) + ", ..."
     return textwrap.wrap(title + shown, _WIDTH, subsequent_indent=" " * 9, break_on_hyphens=False)

@@ -29,7 +29,7 @@ from h5pack.system.files import (
     write_atomically,
 )
 from h5pack.system.parameters import require_local, whole_number
-from h5pack.system.text import counted, printable
+from h5pack.system.text import counted, printable, printable_lines
 
 ROWS_PER_CLASS = 8
 ROWS_WITHOUT_CLASSES = 32
@@ -103,7 +103,7 @@ class PreviewReport:
             for split in self.splits
             if split.left_out
         ]
-        return "\n".join(lines)
+        return printable_lines(lines)
 
 
 def preview(

@@ -45,7 +45,7 @@ from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import require_local, whole_number
 from h5pack.system.processes import open_executor, run
 from h5pack.system.progress import Stages
-from h5pack.system.text import counted
+from h5pack.system.text import counted, printable, printable_lines
 
 _MAX_LISTED = 20
 _TASK_BYTES = 8 * 1024 * 1024
@@ -78,7 +78,7 @@ class VerifyReport:
     def to_text(self) -> str:
         """Return the report as lines of text, with the first 20 damaged rows of each dataset."""
         if self.ok:
-            return f"{self.path}: {counted(self.rows, 'row')}, all checksums match"
+            return printable(f"{self.path}: {counted(self.rows, 'row')}, all checksums match")
         lines = [f"{self.path}: {problem}" for problem in self.problems]
         for name, rows in sorted(self.damaged.items()):
             damaged = counted(len(rows), "damaged row")
@@ -88,7 +88,7 @@ class VerifyReport:
                 lines.append(f"  row {row}" + (f" ({origin})" if origin is not None else ""))
             if len(rows) > _MAX_LISTED:
                 lines.append(f"  and {len(rows) - _MAX_LISTED:,} more (the JSON report lists all)")
-        return "\n".join(lines)
+        return printable_lines(lines)
 
 
 @dataclass

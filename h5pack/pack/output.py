@@ -32,7 +32,7 @@ from h5pack.system.files import (
 )
 from h5pack.system.machine import free_bytes
 from h5pack.system.parameters import output_file
-from h5pack.system.text import counted, format_bytes
+from h5pack.system.text import counted, format_bytes, printable
 
 _BEAT_SECONDS = 5.0
 _SILENT_SECONDS = 60.0
@@ -64,16 +64,17 @@ class ConvertReport:
 
     def to_text(self) -> str:
         """Return the report as one or two lines of text."""
+        path = printable(self.path)
         if self.already_complete:
-            return f"{self.path}: already complete"
+            return f"{path}: already complete"
         total = sum(self.seconds.values())
         if self.part is not None:
-            return f"part     {self.part} of {self.path}: {counted(self.images, 'row')}, {total:.1f} s"
+            return f"part     {self.part} of {path}: {counted(self.images, 'row')}, {total:.1f} s"
         speed = self.images / total if total else 0.0
         size = format_bytes(self.bytes) + (f" in {counted(self.shards, 'shard')}" if self.shards else "")
-        text = f"done     {self.path}: {counted(self.images, 'image')}, {size}, {total:.1f} s ({speed:,.0f} images/s)"
+        text = f"done     {path}: {counted(self.images, 'image')}, {size}, {total:.1f} s ({speed:,.0f} images/s)"
         if self.rejects:
-            text += f"\nrejects  {self.rejects:,}, listed with reasons in {self.path}.rejects.csv"
+            text += f"\nrejects  {self.rejects:,}, listed with reasons in {path}.rejects.csv"
         return text
 
 

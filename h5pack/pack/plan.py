@@ -29,7 +29,7 @@ from h5pack.sources.validation import divide
 from h5pack.system.arrays import limited_stops, shuffled_split
 from h5pack.system.files import absolute_path
 from h5pack.system.parameters import invalid
-from h5pack.system.text import counted, first_names, format_bytes, labels_text
+from h5pack.system.text import counted, first_names, format_bytes, labels_text, printable_lines
 from h5pack.version import __version__
 
 Rows = npt.NDArray[np.int64]
@@ -387,7 +387,7 @@ class ConvertPlan:
         if self.rejects:
             first = self.rejects[0]
             lines.append(f"rejects  {len(self.rejects):,} so far ({first.shown}: {first.reason})")
-        return "\n".join(lines)
+        return printable_lines(lines)
 
 
 class NoRowsError(NoImagesError):

@@ -70,6 +70,11 @@ def printable(text: str) -> str:
     )
 
 
+def printable_lines(lines: Iterable[str]) -> str:
+    """Return lines of untrusted text, joined by line breaks, with control characters in a line escaped."""
+    return "\n".join(map(printable, lines))
+
+
 def print_text(text: str, file: TextIO | None = None) -> None:
     """Print lines of untrusted text with control characters escaped."""
     print(*map(printable, text.split("\n")), sep="\n", file=file, flush=True)
