@@ -115,9 +115,7 @@ class ExportReport:
 
     def damage_text(self) -> str:
         """Return lines of text that list the rows that could not be exported (at most 20)."""
-        rows = counted(len(self.damaged), "row")
-        advice = "to find all damaged rows of a pack, run 'h5pack verify'"
-        lines = [f"{self.path}: {rows} could not be exported; {advice}"]
+        lines = [f"{self.path}: {counted(len(self.damaged), 'row')} could not be exported"]
         lines += [f"  row {row.row} ({row.name}): {row.reason}" for row in self.damaged[:_MAX_LISTED]]
         if len(self.damaged) > _MAX_LISTED:
             lines.append(f"  and {len(self.damaged) - _MAX_LISTED:,} more")

@@ -23,6 +23,7 @@ from h5pack.errors import DamagedRowsError, NoImagesError, OptionsError, OutputE
 from h5pack.exporter import exporter
 from h5pack.exporter.exporter import ExportReport, export
 from h5pack.exporter.image_files import open_rows
+from h5pack.format.checksums import row_checksums
 from h5pack.read.hdf5 import dataset_names
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from tests.crashing import leftovers
@@ -685,6 +686,22 @@ def test_files_that_only_a_text_of_the_table_names_are_kept(tmp_path: Path) -> N
     export(tmp_path / "a.h5", tmp_path / "out", **quick())
     save(tmp_path / "out" / "raw" / "00000.jpg")
     require_refused(tmp_path / "a.h5", tmp_path / "out", overwrite=True)
+
+
+def test_a_mask_that_does_not_fit_png_is_not_called_damaged(tmp_path: Path) -> None:
+    folder = pair_folders(tmp_path / "in", 3)
+    for path in (folder / "masks").iterdir():
+        Image.fromarray(numbers(1, (20, 14)).astype(np.uint16) * 1000).save(path)
+    h5pack.convert(folder, tmp_path / "a.h5", **quick(source_kind="pairs"))
+    with h5py.File(tmp_path / "a.h5", "r+") as file:
+        masks = file["fields/masks"][()]
+        masks[1] = -1
+        file["fields/masks"][()] = masks
+        file["checksums/fields/masks"][()] = row_checksums(masks)
+    assert h5pack.verify(tmp_path / "a.h5").ok
+    report = export(tmp_path / "a.h5", tmp_path / "out", **quick())
+    assert [row.row for row in report.damaged] == [1]
+    assert "h5pack verify" not in report.damage_text()
 
 
 @pytest.mark.parametrize("damaged", ["fields/masks", "images"])
