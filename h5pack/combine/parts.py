@@ -356,8 +356,21 @@ def merge(parts: Sequence[Part]) -> Catalog:
         label_names=label_names,
         fields={name: _merge_field(parts, name) for name in first.fields},
         pixel_fields=first.pixel_fields,
-        rejects=tuple(dict.fromkeys(reject for part in parts for reject in part.rejects)),
+        rejects=_merge_rejects(parts),
     )
+
+
+def _merge_rejects(parts: Sequence[Part]) -> tuple[Reject, ...]:
+    """Return the rejects of all packs, without those that an earlier pack lists.
+
+    A pack lists a rejected image repeatedly if several lines of a table name it.
+    """
+    merged: list[Reject] = []
+    known: set[Reject] = set()
+    for part in parts:
+        merged += [reject for reject in part.rejects if reject not in known]
+        known.update(part.rejects)
+    return tuple(merged)
 
 
 def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[tuple[str, ...], list[Rows]]:

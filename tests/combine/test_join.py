@@ -77,6 +77,20 @@ def test_a_reject_of_several_packs_is_listed_once(tmp_path: Path) -> None:
     assert h5pack.join(paths, tmp_path / "p.h5").rejects == 2
 
 
+@pytest.mark.parametrize("combine", ["join", "append"])
+def test_the_rejects_of_a_table_are_listed_as_often_as_it_names_them(tmp_path: Path, combine: str) -> None:
+    folder, path = flat_folder(tmp_path / "in", 3), tmp_path / "a.h5"
+    truncate(folder / "00001.jpg")
+    table = folder / "list.csv"
+    table.write_text("path\n00000.jpg\n00001.jpg\n00001.jpg\n")
+    assert h5pack.convert(table, path, **quick()).rejects == 2
+    if combine == "join":
+        assert h5pack.join([path, path], tmp_path / "o.h5").rejects == 2
+    else:
+        save(tmp_path / "more" / "new.jpg", 1)
+        assert h5pack.append(path, tmp_path / "more", num_workers=1).rejects == 2
+
+
 def test_statistics_are_those_of_all_rows(tmp_path: Path) -> None:
     packs = two_packs(tmp_path, "pixels")
     h5pack.join(packs, tmp_path / "o.h5")
