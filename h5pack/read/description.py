@@ -35,6 +35,8 @@ from h5pack.system.arrays import RowNumbers, joined_ranges
 from h5pack.system.files import absolute_path
 from h5pack.system.parameters import invalid, require_local, texts
 
+_BLOCK_ROWS = 65_536
+
 
 @dataclass(frozen=True)
 class FileDescription:
@@ -173,7 +175,7 @@ def _index(file: h5py.File, name: str, role: str, *, sized: bool) -> ChunkIndex 
     if is_encoded(dataset):
         return replace(index_encoded(file, dataset, name, sized=sized), external_files=other_files(file, dataset))
     index = index_rows(file, dataset, name)
-    return _single_labels(dataset, index) if role == "labels" else index
+    return _single_labels(file.filename, dataset, index) if role == "labels" else index
 
 
 def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], images: str) -> None:
@@ -207,10 +209,20 @@ def _require_same_sources(file: h5py.File, indexes: dict[str, ChunkIndex], image
                     raise PackFormatError(problem, path=changed, dataset=images, rows=(row,))
 
 
-def _single_labels(dataset: h5py.Dataset, index: ChunkIndex) -> ChunkIndex:
-    """Return `index`. Change its shape to (N,) if each row is one integer and the dataset has no column names."""
+def _single_labels(path: str, dataset: h5py.Dataset, index: ChunkIndex) -> ChunkIndex:
+    """Return `index`. Change its shape to (N,) if each row is one integer and the dataset has no column names.
+
+    Raises PackFormatError if such an integer does not fit into int64.
+    """
     single = {*index.row_shape} == {1} and index.dtype.kind in "iu" and schema.COLUMNS not in dataset.attrs
-    return replace(index, shape=index.shape[:1]) if single else index
+    index = replace(index, shape=index.shape[:1]) if single else index
+    if not index.row_shape and index.native_dtype == np.uint64:
+        for low in range(0, index.rows, _BLOCK_ROWS):
+            # Such a label would become a negative number, such as -1, which means that an image has no label.
+            if (largest := int(dataset[low : low + _BLOCK_ROWS].max())) >= 2**63:
+                problem = f"holds {largest}, but labels are int64; name the dataset in fields, not as labels"
+                raise dataset_error(path, index.name, problem)
+    return index
 
 
 def _require_length(file: h5py.File, name: str, length: int, images: str, rows: int) -> None:

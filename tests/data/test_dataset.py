@@ -28,7 +28,7 @@ from h5pack.data.samples import SampleBatch
 from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError
 from tests.data import packs
 from tests.data.packs import all_same, same
-from tests.makers import class_folders, pair_folders, quick, save
+from tests.makers import class_folders, hdf5_file, pair_folders, quick, save
 from tests.read.files import run_threads
 
 T = TypeVar("T")
@@ -609,6 +609,19 @@ def test_labels_of_one_column_are_those_that_convert_makes(tmp_path: Path, stora
         assert torch.bincount(torch.cat([batch.labels for batch in balanced])).tolist() == [10, 10, 10]
         counts = (h5pack.info(dataset.path, stats=True).stats or {})["labels"]
         assert counts == {"0": 10, "1": 10, "2": 10}
+
+
+@pytest.mark.parametrize("shape", [(70_000,), (70_000, 1)])
+def test_labels_that_exceed_int64_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    labels = np.full(shape, 2**63 - 1, np.uint64)
+    path = hdf5_file(tmp_path / "f.h5", images=np.zeros((70_000, 1), np.uint8), labels=labels)
+    assert torch.equal(h5pack.H5Dataset(path).targets.unique(), torch.tensor([2**63 - 1]))  # type: ignore[union-attr]
+    with h5py.File(path, "r+") as file:
+        file["labels"][-1] = 2**64 - 1
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.H5Dataset(path)
+    assert (caught.value.path, caught.value.dataset) == (str(path), "labels")
+    assert h5pack.H5Dataset(path, labels=None, fields="labels")[-1][1].numpy() == np.uint64(2**64 - 1)
 
 
 def test_a_field_that_a_pack_does_not_have_is_answered_with_those_that_it_has(tmp_path: Path) -> None:
