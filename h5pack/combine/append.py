@@ -159,7 +159,7 @@ def append(
     new = _with_split(old, open_part(new_path), split)
     parts = [old, new]
     merged = _with_latest_rejects(merge(parts), new)
-    statistics = added_statistics(parts, merged)
+    statistics = added_statistics(parts, (*old.catalog.split_names, *new.catalog.split_names))
     # Use `group_rows`, because the `chunk_rows` of a contiguous dataset is the number of all its rows.
     chunk_rows = None if old.is_encoded else old.index.group_rows
     plan = Combination.of("append", parts, merged, np.arange(len(merged)), statistics, chunk_rows)

@@ -45,16 +45,8 @@ class Combination:
     ) -> Combination:  # fmt: skip
         """Return a combination of the rows `order` of `merged`, the catalog of all parts' rows."""
         catalog = merged if np.array_equal(order, np.arange(len(merged))) else _tables_at(merged, order)
-        edges = equal_runs(catalog.split_ids.astype(np.int64))
-        names = [catalog.split_names[number] for number in catalog.split_ids[edges[:-1]].tolist()]
-        if verb is None:
-            # The parts are shards, whose rows are sorted by split. Also list splits without rows, as a conversion into
-            # one file does.
-            names = list(catalog.split_names)
-            edges = np.searchsorted(catalog.split_ids, np.arange(1 + len(names)))
-        pairs = itertools.pairwise(edges.tolist())
-        splits = [(name, start, stop) for name, (start, stop) in zip(names, pairs, strict=True)]
-        return cls(verb, tuple(parts), catalog, RowOrigins.of(parts, order), splits, statistics, chunk_rows)
+        origins = RowOrigins.of(parts, order)
+        return cls(verb, tuple(parts), catalog, origins, _split_ranges(catalog), statistics, chunk_rows)
 
     @property
     def rows(self) -> int:
@@ -181,6 +173,19 @@ def _tables_at(merged: Catalog, order: Rows) -> Catalog:
         labels=None if merged.labels is None else merged.labels[order],
         fields={name: values[order] for name, values in merged.fields.items()},
     )
+
+
+def _split_ranges(catalog: Catalog) -> list[tuple[str, int, int]]:
+    """Return the name, first row and end row of each run of rows of one split, and of each split without rows."""
+    edges = equal_runs(catalog.split_ids.astype(np.int64)).tolist()
+    numbers = catalog.split_ids[edges[:-1]].tolist()
+    found = [(number, start, stop) for number, (start, stop) in zip(numbers, itertools.pairwise(edges), strict=True)]
+    for number in sorted({*range(len(catalog.split_names))} - {*numbers}):
+        # As in a conversion, a split without rows stands before the next split.
+        at = next((index for index, (other, _, _) in enumerate(found) if other > number), len(found))
+        row = found[at][1] if at < len(found) else len(catalog)
+        found.insert(at, (number, row, row))
+    return [(catalog.split_names[number], start, stop) for number, start, stop in found]
 
 
 def _encoded(part: Part) -> EncodedIndex:

@@ -382,7 +382,7 @@ class ShardedConversion(Conversion):
                 listed = [reject for part in parts for reject in part.rejects]
                 merged = replace(merge(parts), rejects=(*listed, *left_out))
                 order = np.argsort(merged.split_ids, kind="stable")
-                virtual = Combination.of(None, parts, merged, order, added_statistics(parts, merged))
+                virtual = Combination.of(None, parts, merged, order, added_statistics(parts, merged.split_names))
                 make_virtual(virtual, output, lock, output.shards)
             images, num_rejects = self._rename(lock, overwrite)
         size = sum(path.stat().st_size for path in (output.final, *map(self._final, shards)))

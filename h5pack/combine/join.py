@@ -73,7 +73,7 @@ def join(
     require_other_files([target], itertools.chain.from_iterable(part.reader.paths() for part in parts))
     merged = merge(parts)
     order = np.argsort(merged.split_ids, kind="stable")
-    plan = Combination.of("join", parts, merged, order, added_statistics(parts, merged))
+    plan = Combination.of("join", parts, merged, order, added_statistics(parts, merged.split_names))
     if virtual:
         return write_virtual(plan, target, overwrite=overwrite)
     return write_combination(plan, target, overwrite=overwrite, resume=resume, progress=progress)

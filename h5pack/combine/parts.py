@@ -441,15 +441,17 @@ def _require_classes(part: Part, name: str, rows: RaggedRows) -> None:
         raise dataset_source_error(part.path, schema.field_path(name), problem)
 
 
-def added_statistics(parts: Sequence[Part], merged: Catalog) -> dict[str, Any]:
-    """Return the statistics of the merged rows, computed from the statistics of the parts without reading rows.
+def added_statistics(parts: Sequence[Part], names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the statistics of a pack with the splits `names`, computed from those of its parts.
 
-    The sums of each part are integers, so they can be recovered from its mean and standard deviation. A part is left
-    out if its statistics are of no rows, or of another split than the statistics of the output. If all parts would be
-    left out, the statistics of the first part are used.
+    `names` are in the order of the file. The sums of each part are integers, so they can be recovered from its mean and
+    standard deviation without reading rows. A part is left out if its statistics are of another split than those of the
+    output. If all parts would be left out, the output gets the split that the statistics of the first part are of.
     """
-    split = merged.split_names[schema.statistics_split(merged.split_names)]
-    chosen = [part for part in parts if part.statistics["split"] == split and part.statistics["rows"]] or [parts[0]]
+    split = names[schema.statistics_split(names)]
+    if all(part.statistics["split"] != split for part in parts):
+        split = parts[0].statistics["split"]
+    chosen = [part for part in parts if part.statistics["split"] == split]
     total = np.sum([_sums(part.statistics) for part in chosen], axis=0)
     pixels, rows = (sum(part.statistics[name] for part in chosen) for name in ("pixels", "rows"))
     return statistics_of(total, pixels, rows, max(part.statistics["step"] for part in chosen), split)

@@ -32,7 +32,7 @@ from h5pack.errors import (
 from h5pack.pack.output import Output
 from tests.combine.packs import KINDS, contents, pack, two_packs
 from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
-from tests.makers import class_folders, flat_folder, hdf5_file, pixels, quick, save, truncate
+from tests.makers import class_folders, flat_folder, hdf5_file, pixels, quick, save, split_folders, truncate
 from tests.read.files import limit_open_files
 
 
@@ -75,6 +75,49 @@ def test_a_reject_of_several_packs_is_listed_once(tmp_path: Path) -> None:
     assert h5pack.join(paths[:2], tmp_path / "o.h5").rejects == 1
     # With another reason, it is another image.
     assert h5pack.join(paths, tmp_path / "p.h5").rejects == 2
+
+
+def test_splits_without_rows_are_kept(tmp_path: Path) -> None:
+    packs, more = [tmp_path / "a.h5", tmp_path / "b.h5"], tmp_path / "more"
+    for name in ("a", "b", "more"):
+        folder = split_folders(tmp_path / name, {"train": {"x": 2}, "val": {"x": 3}})
+        for path in (folder / "train" / "x").iterdir() if name != "more" else ():
+            truncate(path)
+    for path in (folder / "val" / "x").iterdir():
+        path.rename(path.with_name(f"new{path.name}"))
+    for path in packs:
+        h5pack.convert(path.with_suffix(""), path, **quick())
+    joined, virtual = tmp_path / "o.h5", tmp_path / "v.h5"
+    h5pack.join(packs, joined)
+    h5pack.join(packs, virtual, virtual=True)
+    h5pack.append(packs[0], more / "val", source_kind="classes", split="val", num_workers=1)
+    for path in (*packs, joined, virtual):
+        with h5py.File(path) as file:
+            val = len(file["filenames"])
+            assert file["splits/name"][()].tolist() == [b"train", b"val"]
+            assert file["splits/rows"][()].tolist() == [[0, 0], [0, val]]
+            assert dict(file["statistics"].attrs) == {"split": b"train", "rows": 0, "step": 1}
+        assert val == (3 if path == packs[1] else 6)
+        assert h5pack.H5Dataset(path).splits == {"train": range(0), "val": range(val)}
+        assert h5pack.verify(path, num_workers=1).ok
+
+
+def test_statistics_are_named_after_the_split_that_they_are_of(tmp_path: Path) -> None:
+    folders = {name: split_folders(tmp_path / name, {name: {"x": 3}}) for name in "bac"}
+    for name, folder in folders.items():
+        for path in (folder / name / "x").iterdir():
+            path.rename(path.with_name(f"{name}{path.name}"))
+        h5pack.convert(folder, tmp_path / f"{name}.h5", **quick(source_kind="splits"))
+    path = tmp_path / "b.h5"
+    mean = h5pack.H5Dataset(path).mean
+    # The first split of the file is still b. A join of packs with other splits sorts splits by name.
+    h5pack.append(path, folders["a"], source_kind="splits", num_workers=1)
+    h5pack.join([path, tmp_path / "c.h5"], tmp_path / "o.h5")
+    for one, names in ((path, [b"b", b"a"]), (tmp_path / "o.h5", [b"a", b"b", b"c"])):
+        with h5py.File(one) as file:
+            assert file["splits/name"][()].tolist() == names
+            assert dict(file["statistics"].attrs) == {"split": b"b", "rows": 3, "step": 1}
+            assert np.allclose(file["statistics/mean"][()], mean, atol=0, rtol=1e-12)
 
 
 @pytest.mark.parametrize("combine", ["join", "append"])
