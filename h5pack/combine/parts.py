@@ -201,7 +201,10 @@ def stored_statistics(file: h5py.File) -> dict[str, Any]:
         raise ValueError("the mean and std of its statistics are not one number from 0 to 1 per channel")
     if numbers["rows"] < 0 or numbers["step"] < 1:
         raise ValueError(f"its statistics have the impossible values rows={numbers['rows']}, step={numbers['step']}")
-    return {**found, **numbers, "split": text(group.attrs["split"])}
+    split, names = text(group.attrs["split"]), file.get(schema.SPLIT_NAMES)
+    if names is not None and split not in map(text, names[()]):
+        raise ValueError(f"they are of the split {split!r}, which it does not have")
+    return {**found, **numbers, "split": split}
 
 
 def _measured_pixels(part: Part) -> int:

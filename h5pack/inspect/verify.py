@@ -36,6 +36,7 @@ from h5pack.read.hdf5 import (
     require_complete,
     require_filters,
     require_open_sources,
+    require_utf8_splits,
     text,
 )
 from h5pack.read.ragged import index_ragged, is_ragged, own_fields
@@ -419,7 +420,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
         elif [0, *splits[:, 1].tolist()] != [*splits[:, 0].tolist(), rows]:
             problems.append(f"splits/rows: the splits do not cover the {rows:,} rows in order")
     tables = (("images", stored_layout), (schema.STATISTICS, stored_statistics), (schema.REJECTS, rejects_of))
-    for name, read in (*tables, (schema.FILENAMES, _read_filenames)):
+    for name, read in (*tables, (schema.FILENAMES, _read_filenames), (schema.SPLIT_NAMES, require_utf8_splits)):
         try:
             if not any(problem.startswith(name) for problem in problems):
                 read(file)

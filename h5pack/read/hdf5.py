@@ -451,6 +451,13 @@ def stored_options(file: h5py.File) -> dict[str, Any]:
     return options if isinstance(options, dict) else {}
 
 
+def require_utf8_splits(file: h5py.File) -> None:
+    """Raise ValueError if the name of one of a pack's splits is not UTF-8."""
+    for name in file[schema.SPLIT_NAMES][()].tolist():
+        if isinstance(name, bytes) and name.decode(errors="replace").encode() != name:
+            raise ValueError(f"{name!r} is not UTF-8")
+
+
 def encode_text(value: str) -> bytes:
     """Encode a string as UTF-8. Bytes of file names that are not UTF-8 become escapes such as ``\\udcXX``."""
     return value.encode("utf-8", "backslashreplace")

@@ -253,6 +253,7 @@ def replace(file: h5py.File, name: str, values: Any) -> None:
         ("statistics/std", [1.0, np.nan, 1.0]),
         ("statistics/mean", [120.0, 110.0, 90.0]),
         ("statistics@rows", -4),
+        ("statistics@split", "training"),
         ("statistics@step", None),
         ("statistics@step", 0),
         ("rejects/filenames", ["a.jpg"]),
@@ -271,6 +272,13 @@ def test_edited_tables_are_named_and_refused(copy: Path, tmp_path: Path, name: s
         h5pack.subset(copy, tmp_path / "s.h5", rows="0:2")
     with contextlib.suppress(PackFormatError):
         h5pack.info(copy).to_text()
+
+
+def test_split_names_that_are_not_utf8_are_a_problem(copy: Path) -> None:
+    with h5py.File(copy, "r+") as file:
+        replace(file, "splits/name", np.array([b"train", b"t\xffst"]))
+    report = h5pack.verify(copy)
+    assert ([problem.partition(":")[0] for problem in report.problems], report.damaged) == (["splits/name"], {})
 
 
 @pytest.mark.parametrize(
