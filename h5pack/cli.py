@@ -50,6 +50,8 @@ _OTHER_WAYS = {
 
 
 _REPEAT_SECONDS = 0.4
+_LOCK_MODULES = ("threading", "multiprocessing.synchronize")
+_MAX_POSTPONED = 100
 
 
 class _Parser(argparse.ArgumentParser):
@@ -201,14 +203,25 @@ class _SignalHandler:
     Programs that forward a signal often send it twice: to the process and to its process group. A second exception
     would interrupt the cleanup after the first one: `h5pack join` has hung because a lock of `concurrent.futures` was
     never released.
+
+    For the same reason, a signal is sent again later if it comes while a method of the standard library acquires or
+    releases a lock for a ``with`` statement. An exception would leave the lock locked, and Python would wait for it at
+    exit. If the method is still running after about a second, it waits for a lock, and is interrupted.
     """
 
     def __init__(self) -> None:
         self.exception: type[KeyboardInterrupt] | None = None  # the one that was raised last
         self._last_time = -math.inf
+        self._postponed = 0  # number of times in succession
         self._timer: threading.Timer | None = None  # sends a signal again
 
     def __call__(self, number: int, frame: Any) -> None:
+        at_lock = frame.f_code.co_name in ("__enter__", "__exit__") and frame.f_globals.get("__name__") in _LOCK_MODULES
+        if at_lock and self._postponed < _MAX_POSTPONED:
+            self._postponed += 1
+            self._send(number, 0.01)
+            return
+        self._postponed = 0
         now = time.monotonic()
         if now - self._last_time > _REPEAT_SECONDS:
             self._last_time = now
@@ -228,8 +241,10 @@ class _SignalHandler:
         number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
         # Wait, because Python also drops an exception that is raised while this hook runs. Wait for more than
         # `_REPEAT_SECONDS`, because the handler ignores a second signal during that time.
-        thread = threading.main_thread().ident
-        self._timer = threading.Timer(_REPEAT_SECONDS + 0.1, signal.pthread_kill, [thread, number])
+        self._send(number, _REPEAT_SECONDS + 0.1)
+
+    def _send(self, number: int, seconds: float) -> None:
+        self._timer = threading.Timer(seconds, signal.pthread_kill, [threading.main_thread().ident, number])
         self._timer.start()
 
     def cancel_resending(self) -> None:

@@ -11,8 +11,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -327,6 +330,41 @@ def test_a_signal_in_a_weakref_callback_is_not_lost(
     monkeypatch.setattr("h5pack.inspect.info.info", work)
     assert run(capsys, "info", "x")[0] == code
     assert len(dropped) == 1
+
+
+def test_a_signal_while_a_lock_is_acquired_does_not_leave_it_locked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps: list[str] = []
+    # The signal comes while `Condition.__enter__` runs, which has acquired the lock.
+    enter, leave = partial(signal.raise_signal, signal.SIGTERM), lambda *_: steps.append("released")
+    lock: Any = SimpleNamespace(acquire=None, release=None, __enter__=enter, __exit__=leave)
+
+    def work(*_: object, **__: object) -> None:
+        with threading.Condition(lock):
+            steps.append("acquired")
+        time.sleep(60)
+
+    monkeypatch.setattr("h5pack.inspect.info.info", work)
+    assert run(capsys, "info", "x")[0] == 143
+    assert steps == ["acquired", "released"]
+
+
+def test_a_signal_while_a_lock_is_never_acquired_ends_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    locked = threading.Lock()
+    locked.acquire()
+
+    later = threading.Timer(0.3, signal.pthread_kill, [threading.main_thread().ident, signal.SIGTERM])
+
+    def wait(*_: object, **__: object) -> None:
+        later.start()
+        with threading.Condition(locked):
+            raise AssertionError
+
+    monkeypatch.setattr("h5pack.inspect.info.info", wait)
+    assert run(capsys, "info", "x")[0] == 143
 
 
 def test_a_wrapped_signal_is_not_reported_as_an_error(
