@@ -20,6 +20,7 @@ import numpy.typing as npt
 from h5pack.errors import NoImagesError, SourceError
 from h5pack.format import schema
 from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Note, one_split
+from h5pack.system.text import first_names
 
 
 @dataclass
@@ -258,18 +259,26 @@ def classes(found: Listing) -> Catalog:
         labels=np.repeat(np.arange(len(folders)), counts),
         label_names=tuple(folders),
         ignored=dict(found.ignored),
-        notes=_deeper_note(found, folders),
+        notes=_class_notes(found, [""], folders),
     )
 
 
-def _deeper_note(found: Listing, folders: list[str]) -> tuple[Note, ...]:
-    """Return a note if class folders have no images of their own, but images in several deeper folders."""
+def _class_notes(found: Listing, tops: list[str], classes: Iterable[str]) -> tuple[Note, ...]:
+    """Return a note on classes without images, and one on class folders whose images are in several deeper folders.
+
+    `tops` are the folders that contain the folders of the classes.
+    """
+    folders = [os.path.join(top, name) for top in tops for name in found.filled(top)]
+    empty = sorted({*classes}.difference(map(os.path.basename, folders)))
+    text = f"classes without images, which are numbered, too: {first_names(empty)}; remove folders that are no classes"
+    notes = (Note(text),) if empty else ()
     deeper = [folder for folder in folders if folder not in found.folders and len(found.counts(folder)) > 1]
     if not deeper:
-        return ()
+        return notes
     some = ", ".join(map(repr, [*found.counts(deeper[0])][:2]))
     text = f"classes whose images are in several deeper folders: {len(deeper):,}, such as {deeper[0]!r} ({some})"
-    return (Note(f"{text}; if the deeper folders are the classes, pack a manifest that names the class of each image"),)
+    text = f"{text}; if the deeper folders are the classes, pack a manifest that names the class of each image"
+    return (*notes, Note(text))
 
 
 # Usual names of folders of images and of folders of their masks, in lower case and without "_" and "-".
@@ -352,7 +361,7 @@ def splits(found: Listing) -> Catalog:
         labels=np.repeat(labels, counts) if label_names else None,
         label_names=label_names or None,
         ignored=dict(found.ignored),
-        notes=_deeper_note(found, [f"{top}/{name}" for top in class_tops for name in found.filled(top)]),
+        notes=_class_notes(found, class_tops, label_names),
     )
 
 

@@ -298,6 +298,27 @@ def test_a_note_tells_that_classes_have_several_deeper_folders(tmp_path: Path, n
         assert len(open_source(source, SourceOptions()).notes) == notes
 
 
+@pytest.mark.parametrize(
+    ("names", "empty", "exclude", "notes"),
+    [
+        (["a/1.jpg", "b/2.jpg"], "", (), 0),
+        (["a/1.jpg", "b/2.jpg"], "c", (), 1),
+        (["a/1.jpg", "b/2.jpg"], "", ("b/*",), 1),
+        (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], "val/b", (), 0),
+        (["train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg"], "val/c", (), 1),
+    ],
+)
+def test_a_note_names_classes_without_images(
+    tmp_path: Path, names: list[str], empty: str, exclude: tuple[str, ...], notes: int
+) -> None:
+    root = touch(tmp_path / "in", *names)
+    (root / empty).mkdir(exist_ok=True)
+    for source in (root, tar_file(tmp_path / "in.tar", root)):
+        catalog = open_source(source, SourceOptions(names=NameFilter(exclude=exclude)))
+        assert len(catalog.notes) == notes
+        assert len(catalog.label_names) == len(set(catalog.labels.tolist())) + notes
+
+
 def test_classes_of_a_split_may_be_in_a_folder_of_images_or_of_the_name_of_the_split(tmp_path: Path) -> None:
     names = ["train/train/cat/1.jpg", "train/train/dog/deep/2.jpg", "val/images/dog/1.jpg", "test/test/1.jpg"]
     catalog = splits(touch(tmp_path, *names))
