@@ -419,6 +419,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
         if catalog.kind == "manifest" and rejects[0].reason in MISSING_FILE_REASONS:
             folder = options.root or os.path.dirname(absolute_path(source))
             advice = f"relative paths start from {folder}; if that is wrong, give root"
+            advice += "; make absolute paths of another machine relative"
         problem = (
             f"none of its {counted(len(catalog), 'image')} can be packed (for example, {rejects[0].shown}: "
             f"{rejects[0].reason}); {advice}{options.start_over_advice}"

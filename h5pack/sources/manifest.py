@@ -123,8 +123,8 @@ def _paths(
     """Return the paths of a column's files, absolute or relative to `root`, and a note if some differ from the cells.
 
     If one of the first files exists, the paths are the cells. Otherwise, look below `root` for the file whose path ends
-    with the cell. The cell may lack the suffix of the file, and may begin with the name of the folder `root`. A cell
-    that matches no file is returned as it is.
+    with the cell. The cell may lack the suffix of the file, may begin with the name of the folder `root`, and may have
+    backslashes between folders, as on Windows. A cell that matches no file is returned as it is.
 
     For a column of masks or further images, `images` are the paths of the main images. Then cells may be empty, and a
     cell that matches a main image and another file stands for the other file.
@@ -142,7 +142,7 @@ def _paths(
     own = f"{os.path.basename(os.path.abspath(root))}/"
     paths = []
     for row, name in enumerate(names):
-        ending = f"/{name.removeprefix(own)}"
+        ending = "/" + name.replace("\\", "/").removeprefix(own)
         whole, suffix = os.path.splitext(ending)
         stem = os.path.basename(whole if suffix.lower() in IMAGE_SUFFIXES else ending)
         same = files.get(stem, ())

@@ -344,6 +344,18 @@ def test_images_are_looked_up_below_the_root_by_the_ends_of_their_paths(tmp_path
     assert list(below.names) == [*names[:2], "3.jpg", *names[3:]]
 
 
+def test_paths_with_backslashes_are_looked_up(tmp_path: Path) -> None:
+    touch(tmp_path, "a/1.jpg", "b/1.jpg", "b/deep/2.png")
+    own = tmp_path.name
+    path = written(tmp_path / "t.csv", f"path\na\\1.jpg\nb\\1\n{own}\\b\\deep\\2.png\nc\\1.jpg\n")
+    assert list(manifest(path, ManifestColumns(), NameFilter()).names) == [
+        "a/1.jpg",
+        "b/1.jpg",
+        "b/deep/2.png",
+        "c\\1.jpg",
+    ]
+
+
 def test_masks_and_further_images_are_looked_up(tmp_path: Path) -> None:
     touch(tmp_path, "images/1.jpg", "images/2.jpg", "masks/1.png", "masks/2_mask.png", "depth/1_d.png", "depth/2_d.png")
     path = written(tmp_path / "t.csv", "path,mask,depth\n1,1,1_d\n2,2_mask.png,2_d\n2,,2_d")
