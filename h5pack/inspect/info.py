@@ -35,7 +35,7 @@ from h5pack.read.hdf5 import (
     require_dataset,
     require_open_sources,
 )
-from h5pack.read.virtual import files_of
+from h5pack.read.virtual import files_of, missing_source
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, is_image_array, packing_options
 from h5pack.sources.hdf5_tables import find_labels
 from h5pack.system.text import counted, format_bytes, printable_lines
@@ -74,7 +74,7 @@ class DatasetReport:
     bytes: int  #: size of the uncompressed array
     stored_bytes: int  #: size of the dataset's stored data in the file
     cache: CachePlan | None  #: recommended chunk cache for reading rows in any order through the HDF5 library
-    faults: tuple[str, ...] = ()  #: properties of the storage that make reading single rows slow
+    faults: tuple[str, ...] = ()  #: what makes reading single rows slow, or impossible
     fix: tuple[str, ...] | None = None  #: command that writes a copy without the faults, as a list of arguments
     files: int = 0  #: number of files that a virtual dataset refers to
     #: size of all decoded chunks, which `H5Loader` keeps in memory; 0 if it does not keep them, or `faults` is empty
@@ -305,8 +305,9 @@ def describe_dataset(dataset: h5py.Dataset, labels: str | None = None, name: str
     element = h5py.check_vlen_dtype(dataset.dtype)
     varies = element is not None
     kept_bytes = _kept_bytes(dataset)
-    faults = _faults(dataset, filters, kept=kept_bytes > 0)
-    fix = _fix(dataset, labels) if faults else None
+    missing = missing_source(dataset)
+    faults = (missing,) if missing else _faults(dataset, filters, kept=kept_bytes > 0)
+    fix = _fix(dataset, labels) if faults and not missing else None
     return DatasetReport(
         name=name or dataset.name.lstrip("/"),
         dtype=f"variable-length {getattr(element, '__name__', element)}" if varies else str(dataset.dtype),

@@ -115,6 +115,15 @@ def files_of(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int 
     return visited.files[key]
 
 
+def missing_source(dataset: h5py.Dataset) -> str:
+    """Return the error of `files_of` as a text; "" if the files that hold the dataset's values are there."""
+    try:
+        files_of(dataset)
+    except PackFormatError as error:
+        return str(error)
+    return ""
+
+
 def other_files(file: h5py.File, dataset: h5py.Dataset) -> frozenset[SourceFile]:
     """Return all files of a dataset except `file`, which contains the dataset, or a link to it."""
     return files_of(dataset) - {_identify(file)}

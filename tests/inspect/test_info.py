@@ -217,6 +217,18 @@ def test_statistics_of_virtual_images_need_their_sources(tmp_path: Path, source:
         h5pack.info(tmp_path / "f.h5", stats=True)
 
 
+def test_a_missing_source_of_a_virtual_dataset_is_a_fault(tmp_path: Path) -> None:
+    for day in ("one", "two"):
+        h5pack.convert(class_folders(tmp_path / day, {"a": 3}), tmp_path / f"{day}.h5", **quick())
+    path = tmp_path / "both.h5"
+    h5pack.join([tmp_path / "one.h5", tmp_path / "two.h5"], path, virtual=True)
+    assert report_of(path).faults == ()
+    (tmp_path / "two.h5").rename(tmp_path / "elsewhere.h5")
+    report = report_of(path)
+    assert (len(report.faults), report.fix, report.label_fix) == (1, None, None)
+    assert "two.h5" in report.faults[0]
+
+
 def test_statistics_of_images_in_a_pipe_are_an_error(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with h5py.File(tmp_path / "f.h5", "w") as file:
