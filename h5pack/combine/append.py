@@ -28,7 +28,7 @@ from h5pack.combine.parts import (
 from h5pack.combine.write import CombineReport, virtual_name, write_combination, write_virtual
 from h5pack.errors import NoImagesError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from h5pack.pack.conversion import Conversion
-from h5pack.pack.output import Output, OutputLock
+from h5pack.pack.output import ConvertReport, Output, OutputLock
 from h5pack.pack.plan import ConvertPlan
 from h5pack.read.hdf5 import encode_text, text
 from h5pack.sources.catalog import Catalog, Reject, one_split
@@ -213,6 +213,17 @@ class _Addition(Conversion):
         super().__init__(source, out, **settings)
         self._old, self._only_new, self._split = old, only_new, split
         self.output.permissions_of = old.path
+
+    def existing_report(self) -> ConvertReport | None:
+        try:
+            return super().existing_report()
+        except OutputExistsError as error:
+            # The error advises another name, but the name of this file follows from the name of the pack.
+            problem = "was made from another source or with other options; append those again with resume=True, or "
+            if self._old.is_virtual:
+                raise OutputExistsError.at(self.output.final, f"{problem}rename it", "resume=True") from error
+            problem += "discard it with overwrite=True and without resume=True"
+            raise OutputExistsError.at(self.output.final, problem, "overwrite=True", "resume=True") from error
 
     @cached_property
     def catalog(self) -> Catalog:

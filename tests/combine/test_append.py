@@ -268,6 +268,20 @@ def test_a_file_beside_the_pack_that_is_no_pack_is_kept_by_resume(tmp_path: Path
     assert other.read_text() == "mine"
 
 
+@pytest.mark.parametrize("virtual", [False, True])
+def test_resume_with_another_source_keeps_what_an_append_left(tmp_path: Path, virtual: bool) -> None:
+    old, path, other = tmp_path / "old.h5", tmp_path / "o.h5", tmp_path / ("o-00000.h5" if virtual else "o.h5.new")
+    h5pack.convert(flat_folder(tmp_path / "in", 2), old, **quick())
+    h5pack.join([old, old], path, virtual=virtual)
+    h5pack.convert(flat_folder(tmp_path / "monday", 3), other, **quick())
+    before = other.read_bytes()
+    with pytest.raises(OutputExistsError) as caught:
+        h5pack.append(path, flat_folder(tmp_path / "tuesday", 4), **quick(only_new=True, resume=True))
+    parameters = ("resume=True",) if virtual else ("overwrite=True", "resume=True")
+    assert (caught.value.path, caught.value.parameters) == (str(other), parameters)
+    assert other.read_bytes() == before
+
+
 def test_images_of_several_sizes_are_an_error_of_append(tmp_path: Path) -> None:
     """The error of a conversion would recommend a size, which `append` refuses."""
     path = tmp_path / "o.h5"
