@@ -73,8 +73,8 @@ class Remedy(Enum):
         "the host, and convert to float on the device (DeviceFeed(..., transform=Normalize(...)))."
     )
     STORE_UINT8 = (
-        "Float batches on the host: {size:,} bytes per image. Store ordinary pictures as uint8 ('h5pack convert' with "
-        "value_range)."
+        "Float batches on the host: {size:,} bytes per image. Store ordinary pictures as uint8 ('h5pack convert', "
+        "which needs the range of the values only if it is not 0..1)."
     )
     PIN_MEMORY = (
         "Unpinned memory: each batch is copied once more on the host before the GPU can fetch it. Set "
