@@ -98,8 +98,8 @@ class Remedy(Enum):
         "check the limits set by taskset, SLURM and the container's quota."
     )
     USE_H5LOADER = (
-        "Use H5Loader, which reads in threads and passes nothing between processes. Decode the images only once "
-        "('h5pack convert')."
+        "Use H5Loader, which reads in threads and passes nothing between processes. If the images are not in a pack "
+        "yet, decode them only once ('h5pack convert')."
     )
     READ_IN_WORKERS = (
         "Load batches in the workers of a DataLoader, or pack the images ('h5pack convert') and use H5Loader."
