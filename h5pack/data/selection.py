@@ -75,7 +75,8 @@ def _check_weights(weights: npt.ArrayLike, count: int) -> npt.NDArray[np.float64
     if given.dtype.kind not in "buif":
         raise error(f"weights have dtype {given.dtype}; give a number for each row, or 'balanced'")
     if given.shape != (count,):
-        raise error(f"weights have shape {given.shape}, but there are {count:,} rows; give shape ({count},)")
+        advice = f"give shape ({count},), such as class_weights[dataset.targets]"
+        raise error(f"weights have shape {given.shape}, but there are {count:,} rows; {advice}")
     numbers = given.astype(np.float64, copy=False)
     wrong = np.flatnonzero(~((numbers >= 0) & (numbers < np.inf)))
     if len(wrong):
