@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from h5pack.commands import bench, convert, doctor, inspect
@@ -215,8 +216,9 @@ class _SignalHandler:
         self._postponed = 0  # number of times in succession
         self._timer: threading.Timer | None = None  # sends a signal again
 
-    def __call__(self, number: int, frame: Any) -> None:
-        at_lock = frame.f_code.co_name in ("__enter__", "__exit__") and frame.f_globals.get("__name__") in _LOCK_MODULES
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        name, module = ("", None) if frame is None else (frame.f_code.co_name, frame.f_globals.get("__name__"))
+        at_lock = name in ("__enter__", "__exit__") and module in _LOCK_MODULES
         if at_lock and self._postponed < _MAX_POSTPONED:
             self._postponed += 1
             self._send(number, 0.01)
