@@ -58,10 +58,9 @@ def test_a_file_on_a_disk_that_fails_is_not_called_damaged(
 
 def test_a_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.h5")
-    for read in (h5pack.info, h5pack.H5Dataset):
+    for read in (h5pack.info, h5pack.H5Dataset, h5pack.verify):
         with pytest.raises(PackFormatError, match="pipe"):
             read(tmp_path / "pipe.h5")
-    assert "pipe" in h5pack.verify(tmp_path / "pipe.h5").problems[0]
 
 
 def test_a_file_that_is_written_in_swmr_mode_is_not_called_abandoned(tmp_path: Path) -> None:
