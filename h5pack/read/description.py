@@ -25,6 +25,7 @@ from h5pack.read.hdf5 import (
     reporting_damage,
     require_complete,
     require_dataset,
+    require_filters,
     text,
 )
 from h5pack.read.ragged import RaggedIndex, find_field, index_ragged, is_ragged
@@ -217,6 +218,7 @@ def _single_labels(path: str, dataset: h5py.Dataset, index: ChunkIndex) -> Chunk
     single = {*index.row_shape} == {1} and index.dtype.kind in "iu" and schema.COLUMNS not in dataset.attrs
     index = replace(index, shape=index.shape[:1]) if single else index
     if not index.row_shape and index.native_dtype == np.uint64:
+        require_filters(dataset)
         for low in range(0, index.rows, _BLOCK_ROWS):
             # Such a label would become a negative number, such as -1, which means that an image has no label.
             if (largest := int(dataset[low : low + _BLOCK_ROWS].max())) >= 2**63:
