@@ -247,28 +247,20 @@ def test_a_pack_keeps_its_names_labels_and_splits(tmp_path: Path) -> None:
         assert np.array_equal(chosen.reader.read(index, name), again)
 
 
-def test_splits_that_leave_rows_out_or_share_them(tmp_path: Path) -> None:
-    names = np.array([b"train", b"val"])
+@pytest.mark.parametrize(("second", "others"), [("val", "rest"), ("rest", "rest_")])
+def test_splits_that_leave_rows_out_or_share_them(tmp_path: Path, second: str, others: str) -> None:
+    names = np.array([b"train", second.encode()])
     path = write(tmp_path / "f.h5", x=IMAGES, splits__name=names, splits__rows=np.array([[1, 3], [4, 6]]))
     made = catalog(path)
-    assert made.split_names == ("train", "val", "rest")
+    assert made.split_names == ("train", second, others)
     assert made.split_ids.tolist() == [2, 0, 0, 2, 1, 1]
+    h5pack.convert(path, tmp_path / "o.h5", **quick())
+    found = h5pack.H5Dataset(tmp_path / "o.h5").splits
+    assert {name: len(rows) for name, rows in found.items()} == {"train": 2, second: 2, others: 2}
     with h5py.File(path, "a") as file:
         file["splits/rows"][...] = [[0, 4], [3, 6]]
     with pytest.raises(SourceError):
         catalog(path)
-
-
-def test_rows_in_no_split_are_not_added_to_a_split_named_rest(tmp_path: Path) -> None:
-    names = np.array([b"train", b"rest"])
-    path = write(tmp_path / "f.h5", x=IMAGES, splits__name=names, splits__rows=np.array([[1, 3], [4, 6]]))
-    made = catalog(path)
-    assert made.split_names == ("train", "rest", "rest_")
-    assert made.split_ids.tolist() == [2, 0, 0, 2, 1, 1]
-    h5pack.convert(path, tmp_path / "o.h5", **quick())
-    assert {name: len(rows) for name, rows in h5pack.H5Dataset(tmp_path / "o.h5").splits.items()} == {
-        "train": 2, "rest": 2, "rest_": 2,
-    }  # fmt: skip
 
 
 def test_shapes_of_images_and_where_their_channels_may_be() -> None:
