@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from concurrent.futures.process import BrokenProcessPool
@@ -37,6 +38,7 @@ from h5pack.read.hdf5 import (
     require_filters,
     require_open_sources,
     require_utf8_splits,
+    stored_names,
     text,
 )
 from h5pack.read.ragged import index_ragged, is_ragged, own_fields
@@ -432,10 +434,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
 
 def _read_filenames(file: h5py.File) -> None:
     """Read all file names. They have no checksums, but decompressing them fails if they are damaged."""
-    stored = file[schema.FILENAMES]
-    require_filters(stored)
-    for low in range(0, len(stored), _BLOCK_ROWS):
-        stored[low : low + _BLOCK_ROWS]
+    deque(stored_names(file[schema.FILENAMES]), maxlen=0)
 
 
 def _check_attributes(file: h5py.File, name: str, problems: list[str]) -> None:
