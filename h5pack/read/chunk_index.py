@@ -304,13 +304,13 @@ def _stored_checksums(
     checksums, or from the total size that is stored with the checksums. Incompressible or constant rows may keep their
     sizes at another compression level, so the filter must also be that of the pack's options, if these are known.
     """
-    compression = _compression(filters)
-    if stored_options(file).get("compression", compression) != compression:
-        return None
     found = find_item(file, f"{schema.CHUNK_CHECKSUMS}/{name}")
     if not isinstance(found, h5py.Dataset) or found.shape != table.sizes.shape or found.dtype != np.uint32:
         return None
     if int(found.attrs.get(schema.STORED_BYTES, -1)) != int(table.sizes.sum()):
+        return None
+    compression = _compression(filters)
+    if stored_options(file).get("compression", compression) != compression:
         return None
     checksums: npt.NDArray[np.uint32] = found[()]
     return checksums
