@@ -349,7 +349,7 @@ def require_other_files(outputs: Iterable[Path], inputs: Iterable[str | os.PathL
             status = out.stat()
             existing[status.st_dev, status.st_ino] = out
     for path in inputs if existing else ():
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with missing:
             status = os.stat(path)
             if (found := existing.get((status.st_dev, status.st_ino))) is not None:
                 raise OptionsError.at(found, "is one of the files to read; give the output another name")

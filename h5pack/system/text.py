@@ -77,7 +77,7 @@ def printable_lines(lines: Iterable[str]) -> str:
 
 def print_text(text: str, file: TextIO | None = None) -> None:
     """Print lines of untrusted text with control characters escaped."""
-    print(*map(printable, text.split("\n")), sep="\n", file=file, flush=True)
+    print(printable_lines(text.split("\n")), file=file, flush=True)
 
 
 def error_line(error: BaseException) -> str:
