@@ -98,6 +98,9 @@ class FilterId(IntEnum):
     ZSTD = 32015
 
 
+COMPRESSION_FILTERS = {"gzip": FilterId.GZIP, "zstd": FilterId.ZSTD, "bitshuffle-lz4": FilterId.BITSHUFFLE}
+"""The filter of each method of the option `compression`. A level can follow gzip and zstd, e.g. gzip:9."""
+
 STATISTICS_ROWS = 2_048
 """If rows are pixels, statistics use at least this many rows of a split, or all rows if the split has fewer."""
 

@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from h5pack.errors import H5PackError
 from h5pack.format.checksums import row_checksums
-from h5pack.format.schema import FilterId
+from h5pack.format.schema import COMPRESSION_FILTERS
 from h5pack.read.hdf5 import load_filter
 from h5pack.system.files import read_all
 from h5pack.system.parameters import invalid
 
 NONE = "none"
-COMPRESSIONS = (NONE, "gzip", "zstd", "bitshuffle-lz4")
-"""Allowed values of the option `compression`. A level can follow gzip and zstd, e.g. gzip:9."""
+COMPRESSIONS = (NONE, *COMPRESSION_FILTERS)
+"""Allowed values of the option `compression`, without a level."""
 
 _LEVELS = {"gzip": (4, 9), "zstd": (3, 22)}
 """The default and the highest compression level of each method; the lowest is 1."""
@@ -44,14 +44,13 @@ def parse_compression(text: str) -> Compression | None:
     if text == NONE:
         return None
     if text == "bitshuffle-lz4":
-        return Compression(text, FilterId.BITSHUFFLE, _BITSHUFFLE_LZ4)
+        return Compression(text, COMPRESSION_FILTERS[text], _BITSHUFFLE_LZ4)
     match = re.fullmatch(r"(gzip|zstd)(?::([1-9][0-9]?))?", text) if isinstance(text, str) else None
     if match is not None:
         default, maximum = _LEVELS[match[1]]
         level = int(match[2]) if match[2] else default
         if level <= maximum:
-            number = FilterId.GZIP if match[1] == "gzip" else FilterId.ZSTD
-            return Compression(f"{match[1]}:{level}", number, (level,))
+            return Compression(f"{match[1]}:{level}", COMPRESSION_FILTERS[match[1]], (level,))
     levels = (f"{name}:1 to {name}:{maximum}" for name, (_, maximum) in _LEVELS.items())
     raise invalid("compression", text, f"it must be one of {', '.join([*COMPRESSIONS, *levels])}")
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
-from h5pack.format.schema import FilterId
+from h5pack.format.schema import COMPRESSION_FILTERS, FilterId
 from h5pack.read.codecs import Codec, UnsupportedFilterError, find_codec
 from h5pack.read.hdf5 import (
     ChunkTable,
@@ -37,7 +37,7 @@ from h5pack.system.properties import cached_property
 
 _MAX_GROUP_ROWS = 4_096
 """Maximum number of rows in a chunk group of a contiguous dataset, so that shuffle windows stay small."""
-_METHODS: dict[int, str] = {FilterId.GZIP: "gzip", FilterId.ZSTD: "zstd", FilterId.BITSHUFFLE: "bitshuffle-lz4"}
+_METHODS: dict[int, str] = {number: method for method, number in COMPRESSION_FILTERS.items()}
 _LISTS_CHUNKS = hasattr(h5py.h5d.DatasetID, "chunk_iter")
 _COUNTS_USER_BLOCK = (1, 14, 4)
 """First HDF5 version whose chunk offsets count from the start of the file. In earlier versions they count from the end
@@ -320,8 +320,8 @@ def _compression(filters: tuple[Filter, ...]) -> str | None:
     """Return the value of the option `compression` that gives these filters; None if there is none."""
     if len(filters) != 1 or filters[0].number not in _METHODS:
         return None
-    method = _METHODS[filters[0].number]
-    return method if method == "bitshuffle-lz4" else ":".join(map(str, (method, *filters[0].parameters[:1])))
+    number, method = filters[0].number, _METHODS[filters[0].number]
+    return method if number == FilterId.BITSHUFFLE else ":".join(map(str, (method, *filters[0].parameters[:1])))
 
 
 def contiguous_group_rows(rows: int, row_bytes: int) -> int:
