@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, RejectedImageError, SourceError
+from h5pack.errors import DamagedRowsError, OptionsError, OutputExistsError, RejectedImageError
 from h5pack.exporter.image_files import MissingRow, SourceRows, open_rows
 from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, image_of, strict_pillow
@@ -275,10 +275,6 @@ def _read(
                 _require_size(len(index_of) * pictures[row].width, pictures[row].height, file_format="PNG")
             except RejectedImageError as error:
                 errors[row] = error
-            except SourceError as error:
-                # Its advice is for conversions. The advice of its cause is for any reader.
-                cause = error.__cause__ or error
-                raise cause from cause.__cause__
     if not pictures:
         first = next(iter(errors.values()))
         hint = "; give value_range" if "value_range" in first.parameters else ""

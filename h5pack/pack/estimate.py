@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import RejectedImageError, SourceError
+from h5pack.errors import H5PackError
 from h5pack.format.checksums import crc32
 from h5pack.images.decode import PixelOptions, strict_pillow
 from h5pack.images.encode import JpegEncoder
@@ -35,7 +35,7 @@ _TASK_BYTES = 512 * 1024  # far above gzip's window of 32 KiB, so that compressi
 _MAX_TASK_IMAGES, _GROUP_BYTES = 256, 16 * 1024 * 1024
 _TIMED_IMAGES = 8  # with `keep`, at most this many images are timed
 # Errors that concern single images. The estimate ignores them, because they are reported when rows are written.
-_ERRORS = (OSError, RejectedImageError, SourceError, MemoryError)
+_ERRORS = (OSError, H5PackError, MemoryError)
 # Times of writing and journaling rows, writing the tables, and the final flush; measured with rows of 3 and 116 KB.
 _WRITE_SECONDS_PER_ROW, _WRITE_SECONDS_PER_BYTE = 5e-6, 3e-10
 _TABLE_SECONDS_PER_ROW, _FLUSH_SECONDS = 5e-6, 0.1

@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import RejectedImageError, SourceError, WorkerError
+from h5pack.errors import (
+    H5PackError,
+    PackChangedError,
+    PackFormatError,
+    ReadError,
+    RejectedImageError,
+    SourceError,
+    WorkerError,
+)
 from h5pack.format import schema
 from h5pack.format.fields import RaggedRows
 from h5pack.images.decode import decoder_versions, refuse_bomb, strict_pillow
@@ -43,6 +51,8 @@ _TASK_IMAGES = 1_024
 _MAX_TASKS = 16_384
 # A box that is clipped by at most this much is not reported, because coordinates are often rounded.
 _MAX_OUTSIDE_PIXELS = 0.1
+HDF5_ERRORS = (ReadError, PackChangedError, PackFormatError)
+"""The errors of reading from an HDF5 file; see `storage_error`."""
 # The arrays of a `Survey` that are stored in its journal, and those that are stored only with `keep`.
 _COLUMNS, _KEPT_COLUMNS = ("heights", "widths", "decode_paths", "fingerprints", "orientations"), ("jpeg_bytes",)
 _JPEG_HEAD, _JPEG_TAIL = b"\xff\xd8\xff", b"\xff\xd9"
@@ -351,6 +361,15 @@ def memory_error(name: str) -> SourceError:
     return SourceError.at(name, problem, "resume=True", "overwrite=True", "max_pixels")
 
 
+def storage_error(error: H5PackError) -> SourceError:
+    """Return an error of the HDF5 file whose rows are converted, with advice for the conversion."""
+    message, parameters = f"{error}; then {RUN_AGAIN}", ("resume=True",)
+    if isinstance(error, PackChangedError):
+        problem = f"was replaced, rewritten or removed while it was read; if the file is complete now, {START_OVER}"
+        message, parameters = f"{error.path}: {problem}", ("overwrite=True",)
+    return SourceError(message, path=error.path, dataset=error.dataset, rows=error.rows, parameters=parameters)
+
+
 def _survey(task: SurveyTask) -> tuple[int, Survey, list[npt.NDArray[Any] | None]]:
     """Return a task's first catalog index, the survey of its images, and their labels (empty without labels)."""
     reader: SourceReader = shared()
@@ -366,6 +385,10 @@ def _survey(task: SurveyTask) -> tuple[int, Survey, list[npt.NDArray[Any] | None
                     found.jpeg_bytes[position] = _jpeg_bytes(reader, index, name)
             except RejectedImageError as error:
                 found.reasons[index], image = str(error), _REJECTED
+            except HDF5_ERRORS as error:
+                raise storage_error(error) from error
+            except OSError as error:
+                raise SourceError.at(name, f"cannot be read ({error}); {STORAGE_ADVICE}", "resume=True") from error
             except MemoryError as error:
                 raise memory_error(name) from error
             # Fill arrays, because sending one object per image would take as long as reading its header.
@@ -417,18 +440,15 @@ def _widest(dtypes: list[str], others: list[str]) -> list[str]:
 
 def _jpeg_bytes(reader: SourceReader, index: int, name: str) -> int:
     """Return the size of a JPEG file in bytes, or 0 for another format; raise RejectedImageError if it is truncated."""
-    try:
-        head, tail, size = reader.ends(index, name)
-        if head != _JPEG_HEAD:
-            return 0
-        if tail != _JPEG_TAIL:
-            # The file may be complete although it does not end with the end marker, because other bytes may follow the
-            # marker. So decode it.
-            data = reader.read(index, name)
-            assert isinstance(data, bytes)
-            row_decoder().pixels(data)
-    except OSError as error:
-        raise SourceError.at(name, f"cannot be read ({error}); {STORAGE_ADVICE}", "resume=True") from error
+    head, tail, size = reader.ends(index, name)
+    if head != _JPEG_HEAD:
+        return 0
+    if tail != _JPEG_TAIL:
+        # The file may be complete although it does not end with the end marker, because other bytes may follow the
+        # marker. So decode it.
+        data = reader.read(index, name)
+        assert isinstance(data, bytes)
+        row_decoder().pixels(data)
     return size
 
 

@@ -32,7 +32,7 @@ from h5pack.pack.file_structure import PixelRows
 from h5pack.pack.journal import EncodedFile, JournalWriter, RowRecord, read_encoded
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
-from h5pack.pack.survey import memory_error
+from h5pack.pack.survey import HDF5_ERRORS, memory_error, storage_error
 from h5pack.sources.catalog import RUN_AGAIN, START_OVER, SourceReader
 from h5pack.system.processes import shared
 
@@ -432,6 +432,8 @@ def read_image(reader: SourceReader, index: int, name: str, field: int | None = 
     """Return an image or, if `field` is a number, its mask or further image; raise SourceError if storage fails."""
     try:
         source = reader.read(index, name) if field is None else reader.read_field(field, index, name)
+    except HDF5_ERRORS as error:
+        raise storage_error(error) from error
     except OSError as error:
         # The survey could read this file, so either the storage has failed or the source was changed since.
         found = f"{error.strerror or error}, although the survey could read it"

@@ -175,14 +175,15 @@ class SourceReader:
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
         """Return image `index`, either as the bytes of its file or as pixels, uint8 (h, w, 1 or 3).
 
-        Raise OSError or SourceError if the storage fails, RejectedImageError with the reason if the image is damaged.
+        Raise RejectedImageError with the reason if the image is damaged, OSError or another H5PackError if the storage
+        fails.
         """
         raise NotImplementedError
 
     def survey(self, index: int, name: str, max_pixels: int) -> SurveyedImage:
         """Return the size, decode path and fingerprint of image `index`, reading as little of the image as possible.
 
-        Raise SourceError if the storage fails, and RejectedImageError with the reason if the image cannot be packed.
+        Raise the errors of `read`, and RejectedImageError with the reason if the image cannot be packed.
         """
         raise NotImplementedError
 

@@ -11,21 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import (
-    DamagedRowsError,
-    H5PackError,
-    PackChangedError,
-    PackFormatError,
-    RejectedImageError,
-    SourceError,
-)
+from h5pack.errors import DamagedRowsError, PackFormatError, RejectedImageError
 from h5pack.format import schema
 from h5pack.images.decode import read_header
 from h5pack.images.masks import narrow_mask, read_mask
 from h5pack.read.description import FileDescription
 from h5pack.read.engine import Engine
 from h5pack.read.storage import SourceFile
-from h5pack.sources.catalog import RUN_AGAIN, START_OVER, SourceReader, SurveyedImage, fingerprint
+from h5pack.sources.catalog import SourceReader, SurveyedImage, fingerprint
 
 CHANNEL_AXES = ("last", "first", "none")
 _BATCH_BYTES = 16 * 1024 * 1024
@@ -220,27 +213,7 @@ class HDF5RowReader(SourceReader):
             reason = "its row is damaged: it does not match its checksum or cannot be decoded"
             raise RejectedImageError(reason) from error
         except PackFormatError as error:
-            raise self._row_error(name) from error
-        except H5PackError as error:
-            raise self._storage_error(error) from error
+            # If the file cannot be opened, this is not the fault of the row.
+            self.engine.reader.open(name)
+            raise RejectedImageError("its row cannot be read") from error
         return values
-
-    def _row_error(self, dataset: str) -> H5PackError:
-        """Return the error for an unreadable row: RejectedImageError, or SourceError if the file cannot be opened."""
-        try:
-            self.engine.reader.open(dataset)
-        except H5PackError as reason:
-            return self._storage_error(reason)
-        return RejectedImageError("its row cannot be read")
-
-    def _storage_error(self, error: H5PackError) -> SourceError:
-        if isinstance(error, PackChangedError):
-            problem = f"was replaced, rewritten or removed while it was read; if the file is complete now, {START_OVER}"
-            return SourceError.at(error.path or self.pack.path, problem, "overwrite=True", dataset=self.images)
-        return SourceError(
-            f"{error}; then {RUN_AGAIN}",
-            path=error.path or self.pack.path,
-            dataset=error.dataset or self.images,
-            rows=error.rows,
-            parameters=("resume=True",),
-        )

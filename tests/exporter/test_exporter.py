@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -19,7 +20,17 @@ from PIL import Image, ImageOps
 
 import h5pack
 from h5pack import cli
-from h5pack.errors import DamagedRowsError, NoImagesError, OptionsError, OutputExistsError, PackFormatError, SourceError
+from h5pack.errors import (
+    DamagedRowsError,
+    H5PackError,
+    NoImagesError,
+    OptionsError,
+    OutputExistsError,
+    PackChangedError,
+    PackFormatError,
+    ReadError,
+    SourceError,
+)
 from h5pack.exporter import exporter
 from h5pack.exporter.exporter import ExportReport, export
 from h5pack.exporter.image_files import open_rows
@@ -419,6 +430,17 @@ def test_a_folder_of_another_user_in_a_shared_folder_is_an_error_before_any_work
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(SourceError):
         export(pack, tmp_path / "out", **quick())
+
+
+@pytest.mark.parametrize("failure", [ReadError("no disk"), PackChangedError("replaced")])
+def test_storage_errors_have_no_advice_for_conversions(
+    failure: H5PackError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hdf5_file(tmp_path / "f.h5", images=PIXELS)
+    monkeypatch.setattr("h5pack.read.engine.Engine.read", Mock(side_effect=failure))
+    with pytest.raises(type(failure)) as caught:
+        export(tmp_path / "f.h5", tmp_path / "out", **quick())
+    assert caught.value.parameters == ()
 
 
 def test_resuming_a_complete_export_changes_nothing(pack: Path, tmp_path: Path) -> None:

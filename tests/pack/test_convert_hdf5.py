@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -19,9 +20,13 @@ from h5pack.errors import (
     NoImagesError,
     OptionsError,
     OutputExistsError,
+    PackChangedError,
+    PackFormatError,
+    ReadError,
     RejectedImageError,
     ResumeError,
     SizesDifferError,
+    SourceError,
 )
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
@@ -381,3 +386,26 @@ def test_the_options_of_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
     for option, value, code in (("--include", "*.png", 1), ("--value-range", "7", 2)):
         assert main([*arguments, option, value]) == code
         assert option in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stored", ["contiguous", "encoded"])
+@pytest.mark.parametrize(
+    ("failure", "parameters"),
+    [
+        (ReadError.at("f.h5", "no disk", dataset="x", rows=[3]), ("resume=True",)),
+        (PackFormatError.at("f.h5", "no file", dataset="x", rows=[3]), ("resume=True",)),
+        (PackChangedError.at("f.h5", "replaced", dataset="x", rows=[3]), ("overwrite=True",)),
+    ],
+)
+def test_a_failing_file_stops_the_conversion_with_advice_on_how_to_continue(
+    stored: str, failure: Exception, parameters: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        STORED[stored](file)
+    for reading in ("Engine.read", "Engine.read_bytes"):
+        monkeypatch.setattr(f"h5pack.read.engine.{reading}", Mock(side_effect=failure))
+    monkeypatch.setattr("h5pack.read.hdf5_reader.H5Reader.open", Mock(side_effect=failure))
+    with pytest.raises(SourceError) as caught:
+        h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", **quick())
+    error = caught.value
+    assert (error.path, error.dataset, error.rows, error.parameters) == ("f.h5", "x", (3,), parameters)

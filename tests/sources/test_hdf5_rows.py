@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from h5pack.errors import PackChangedError, PackFormatError, ReadError, RejectedImageError, SourceError
+from h5pack.errors import PackChangedError, PackFormatError, ReadError, RejectedImageError
 from h5pack.read.description import describe_file
 from h5pack.sources import hdf5_rows
 from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm
@@ -167,15 +167,13 @@ def test_another_file_under_the_same_name_stops(tmp_path: Path) -> None:
             made["x"] = np.full((9, 12, 10, 3), number, np.uint8)
     found = reader(tmp_path / "0.h5")
     (tmp_path / "1.h5").rename(tmp_path / "0.h5")
-    with pytest.raises(SourceError) as caught:
+    with pytest.raises(PackChangedError):
         found.read(3, "")
-    assert isinstance(caught.value.__cause__, PackChangedError)
-    assert caught.value.parameters == ("overwrite=True",), "it cannot be resumed"
 
 
 @pytest.mark.parametrize(
     ("failure", "error"),
-    [(ReadError("failed", dataset="mask"), SourceError), (PackFormatError("wrong chunk"), RejectedImageError)],
+    [(ReadError("failed"), ReadError), (PackFormatError("wrong chunk"), RejectedImageError)],
 )
 def test_read_errors_reject_the_row_or_stop_the_conversion(
     tmp_path: Path, failure: Exception, error: type[Exception], monkeypatch: pytest.MonkeyPatch
@@ -186,10 +184,8 @@ def test_read_errors_reject_the_row_or_stop_the_conversion(
     found = reader(tmp_path / "f.h5")
     assert np.array_equal(found.read(2, ""), np.zeros((12, 10, 3)))  # type: ignore[arg-type]
     monkeypatch.setattr(found.engine.reader, "read", Mock(side_effect=failure))
-    with pytest.raises(error) as caught:
+    with pytest.raises(error):
         found.read(2, "")
-    assert getattr(caught.value, "dataset", None) == getattr(failure, "dataset", None)
     monkeypatch.setattr(found.engine.reader, "open", Mock(side_effect=PackFormatError("too many open files")))
-    with pytest.raises(SourceError) as caught:
+    with pytest.raises(type(failure)):
         found.read(2, "")
-    assert caught.value.parameters == ("resume=True",)
