@@ -46,8 +46,9 @@ def describe_pack(file: h5py.File) -> dict[str, Any]:
         values = [] if stored is None else stored[()].tolist()
         # JSON has no NaN. The statistics of an empty split are NaN.
         described[name] = [value if math.isfinite(value) else None for value in values]
-    sampled = file[schema.STATISTICS].attrs.get("rows") if schema.STATISTICS in file else None
-    described["statistics_rows"] = None if sampled is None else int(sampled)
+    sampled = file[schema.STATISTICS].attrs if schema.STATISTICS in file else {}
+    described["statistics_rows"] = int(sampled["rows"]) if "rows" in sampled else None
+    described["statistics_split"] = text(sampled["split"]) if "split" in sampled else None
     described["fields"] = {os.path.basename(name): _describe_field(file, name) for name in own_fields(file)}
     if has_kept_images(file, schema.ENCODED):
         described["encoded"] = _describe_encoded(file)
@@ -105,7 +106,7 @@ def pack_lines(pack: dict[str, Any]) -> list[str]:
         sides = " to ".join(f"{side:,}" for side in kept["longer_sides"])
         sides = f", longer sides {sides}" if sides else ""
         lines.append(f"encoded  {counted(kept['images'], 'JPEG file')}, {format_bytes(kept['bytes'])}{sides}")
-    rows = _statistics_text(pack["statistics_rows"], counts)
+    rows = _statistics_text(pack["statistics_rows"], pack["statistics_split"], counts)
     lines.append(f"mean     {number_text(pack['mean'])}   std {number_text(pack['std'])}   (values in 0..1{rows})")
     lines.append(f"rejects  {pack['rejects']:,}")
     return lines
@@ -119,12 +120,11 @@ def _names_lines(title: str, names: list[str]) -> list[str]:
     return textwrap.wrap(title + shown, _WIDTH, subsequent_indent=" " * 9, break_on_hyphens=False)
 
 
-def _statistics_text(used: int | None, counts: dict[str, int]) -> str:
+def _statistics_text(used: int | None, split: str | None, counts: dict[str, int]) -> str:
     """Return a phrase such as ", of 900 rows of train" for the `used` rows from which statistics were computed."""
     if used is None:
         return ""
-    split = "train" if "train" in counts else next(iter(counts), "")
-    count = counts.get(split, 0)
+    count = counts.get(split or "", 0)
     part = f" of {split}" if len(counts) > 1 and used <= count else ""
     sample = "a sample of " if used < (count if part else sum(counts.values())) else ""
     return f", of {sample}{counted(used, 'row')}{part}"

@@ -56,6 +56,11 @@ def test_the_split_of_the_statistics_is_named(tmp_path: Path) -> None:
     # The statistics of "train" are used as soon as there is one, although its rows follow those of the first split.
     h5pack.append(tmp_path / "o.h5", class_folders(tmp_path / "more", {"a": 3}), split="train", num_workers=1)
     assert ", of 3 rows of train)" in h5pack.info(tmp_path / "o.h5").to_text()
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        file["statistics"].attrs["split"] = "test"
+    report = h5pack.info(tmp_path / "o.h5")
+    assert report.pack["statistics_split"] == "test"
+    assert ", of a sample of 3 rows of test)" in report.to_text()
 
 
 def test_a_pack_has_no_faults(tmp_path: Path) -> None:
@@ -255,7 +260,7 @@ def test_labels_of_a_pack_are_described(tmp_path: Path) -> None:
 def test_names_of_classes_take_two_lines(count: int, length: int, shown: int, lines: int) -> None:
     names = [f"{number:0{length}}" for number in range(count)]
     pack: dict[str, Any] = {"complete": True, "format": 1, "version": "0.1", "splits": {}, "classes": names}
-    pack |= {"fields": {}, "mean": [], "std": [], "statistics_rows": None, "rejects": 0}
+    pack |= {"fields": {}, "mean": [], "std": [], "statistics_rows": None, "statistics_split": None, "rejects": 0}
     found = pack_lines(pack)[2:-2]
     text = " ".join(line.strip() for line in found)
     assert (len(found), sum(name in text for name in names)) == (lines, shown)
