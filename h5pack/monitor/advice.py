@@ -85,7 +85,8 @@ class Remedy(Enum):
         "(pin_memory=True), and convert to float on the device (DeviceFeed(..., transform=Normalize(...)))."
     )
     START_WORKERS = (
-        "A DataLoader without workers reads and decodes while the step waits. Set its `num_workers`, or use H5Loader."
+        "A DataLoader without workers reads and decodes while the step waits. Set its `num_workers`, or use H5Loader "
+        "('h5pack convert' first, if the images are not in a pack yet)."
     )
     LOWER_PARALLELISM = (
         "Too many {units}: {parallel} share the {cpus} that this process may use. Lower `{parameter}` to {number}."
@@ -281,7 +282,7 @@ class _Rules:
             self.limits(Bottleneck.TRANSFORM) and evidence.transform_waits
         ):
             yield from self._number_of_threads()
-        if evidence.num_workers is not None and self.feed_limits and not evidence.stages:
+        if evidence.num_workers and self.feed_limits and not evidence.stages:
             yield self.make(Remedy.USE_H5LOADER)
 
     def _number_of_threads(self) -> Iterator[Advice]:

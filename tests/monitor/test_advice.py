@@ -183,7 +183,7 @@ def test_whatever_was_measured_all_advice_can_be_followed_here() -> None:
         ({**WORKERS, "cpus": 1, "gpus": 1, "wait_fraction": 0.02}, "CHEAPER_COPY"),
         ({**WORKERS, "cpus": 1, "gpus": 0, "cpus_used": 0.9}, "LOWER_PARALLELISM USE_H5LOADER"),
         ({"cpus": 8}, "READ_IN_WORKERS"),
-        ({"cpus": 8, "num_workers": 0}, "START_WORKERS USE_H5LOADER"),
+        ({"cpus": 8, "num_workers": 0}, "START_WORKERS"),
         ({**THREADS, "library_reason": "its filter is unknown"}, "CONVERT_FOR_DIRECT_READS"),
         ({**THREADS, "encoding": Encoding.CHUNKS, "full_shuffle": True}, "SHUFFLE_WINDOWS DECODE_ONCE"),
         ({**THREADS, "cpus_used": 0.2}, "TRY_MORE_READS FASTER_DISK"),
