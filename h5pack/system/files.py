@@ -303,7 +303,9 @@ def require_writable(folder: Path) -> None:
                 raise SourceError.at(folder, "a file, not a folder for the output; choose another folder")
             raise SourceError.at(folder, "the folder for the output does not exist; create it")
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise SourceError.at(folder, "no permission to create files in this folder; choose another folder")
+        raise SourceError.at(
+            folder, "no permission to create files in this folder; change its permissions, or choose another folder"
+        )
 
 
 def require_replaceable(*paths: Path, writable: bool = True) -> None:
