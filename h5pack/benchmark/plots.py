@@ -17,7 +17,7 @@ from h5pack.benchmark.cases import FileVariant, SweepTable
 from h5pack.benchmark.report import BenchReport, machine_text, speed_text
 from h5pack.errors import OptionsError
 from h5pack.system.files import write_atomically
-from h5pack.system.parameters import require_local
+from h5pack.system.parameters import output_file, require_local
 from h5pack.system.text import counted, format_bytes, printable
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ def check_plot_file(path: str | os.PathLike[str]) -> None:
     target = Path(os.fsdecode(path))
     if target.suffix.lower() not in FORMATS:
         raise OptionsError.at(target, "figures are saved as .png, .svg or .pdf; choose one of these")
-    folder = target.absolute().parent
-    if target.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+    file = Path(output_file(target)).absolute()
+    is_loop = file.is_symlink()  # a link that leads to itself
+    if is_loop or file.is_dir() or not file.parent.is_dir() or not os.access(file.parent, os.W_OK):
         raise OptionsError.at(target, "cannot be written; name a file in an existing, writable folder")
     try:
         importlib.import_module("matplotlib")
@@ -77,7 +78,7 @@ def check_plot_file(path: str | os.PathLike[str]) -> None:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 150) -> None:
-    """Write a matplotlib figure atomically. Equal figures give byte-identical files."""
+    """Write a matplotlib figure atomically, also through a symbolic link. Equal figures give byte-identical files."""
     from matplotlib import rc_context
 
     target, out = Path(os.fsdecode(path)), io.BytesIO()
@@ -89,7 +90,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 150)
         warnings.filterwarnings("ignore", "Glyph .* missing", UserWarning)
         figure.savefig(out, format=kind, dpi=dpi, metadata=metadata)
     try:
-        write_atomically(target, out.getvalue())
+        write_atomically(Path(output_file(target)), out.getvalue())
     except OSError as error:
         raise OptionsError.at(path, f"cannot be written ({error.strerror or error})") from error
 

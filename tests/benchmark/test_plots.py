@@ -152,8 +152,19 @@ def test_the_suffix_is_the_format_and_equal_reports_give_equal_files(tmp_path: P
     assert os.listdir(tmp_path) == [path.name]
 
 
-@pytest.mark.parametrize("name", ["bench.jpg", "bench", ".png", "none/a.png"])
+def test_the_figure_behind_a_symbolic_link_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "far").mkdir()
+    (tmp_path / "a.png").symlink_to("far/figure")
+    plots.check_plot_file(tmp_path / "a.png")
+    plots.draw_bench(reports.empty(), tmp_path / "a.png")
+    assert (tmp_path / "a.png").is_symlink()
+    assert (tmp_path / "far/figure").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["bench.jpg", "bench", ".png", "none/a.png", "loop.png", "nowhere.png"])
 def test_files_that_cannot_be_drawn_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    (tmp_path / "nowhere.png").symlink_to("none/a.png")
     with pytest.raises(OptionsError) as caught:
         plots.check_plot_file(tmp_path / name)
     assert caught.value.path == str(tmp_path / name)
