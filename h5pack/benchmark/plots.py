@@ -62,7 +62,7 @@ _DEFAULT = tuple(
 
 def check_plot_file(path: str | os.PathLike[str]) -> None:
     """Raise OptionsError if a figure cannot be saved in this file, or matplotlib is missing."""
-    require_local(path)
+    require_local(path, "plot")
     target = Path(os.fsdecode(path))
     if target.suffix.lower() not in FORMATS:
         raise OptionsError.at(target, "figures are saved as .png, .svg or .pdf; choose one of these")

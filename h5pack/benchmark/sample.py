@@ -136,7 +136,7 @@ def find_input(path: str | os.PathLike[str] | None, scratch: Path, settings: Ben
         make_folder(folder, min(count, _FILES), (min(height, MAX_SIDE), min(width, MAX_SIDE)))
         options.pop("source_kind", None)
         return BenchInput(kind="generated", source=_repeated(folder, count), num_images=count, options=options)
-    require_local(path)
+    require_local(path, "source")
     source = os.fsdecode(path)
     if os.path.isfile(source) and is_hdf5(Path(source)):
         found = _hdf5_input(source, options, scratch)

@@ -143,7 +143,7 @@ def open_part(path: str | os.PathLike[str]) -> Part:
     Raises SourceError if the file is not a pack, lacks checksums, or has PNG masks that are not contiguous in the file.
     Raises PackFormatError if it is missing, incomplete or damaged.
     """
-    require_local(path)
+    require_local(path, "pack")
     path = Path(absolute_path(path))
     with open_file(path) as file, reporting_damage(path):
         if schema.FORMAT not in file.attrs:

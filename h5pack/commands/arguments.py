@@ -101,7 +101,7 @@ def option_text(text: str, fragments: Sequence[str], parser: argparse.ArgumentPa
 
 
 def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
-    """Return the command's option for a fragment ``name`` or ``name=value``, or None if it has no such option.
+    """Return the command's option or argument for a fragment ``name`` or ``name=value``, or None if it has none.
 
     But ``name=True`` always becomes ``--name``, because the message may recommend another command. For example, doctor
     refuses the file of an unfinished conversion, and recommends running the conversion again with ``resume=True``.
@@ -113,12 +113,17 @@ def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
         value = text.strip("[]")
     flag = "--" + name.replace("_", "-")
     # Private API: argparse has no public list of a parser's options.
-    actions = [action for action in parser._actions if flag in action.option_strings or action.dest == name]
+    actions = [
+        action
+        for action in parser._actions
+        if flag in action.option_strings or name in (action.dest, str(action.metavar).lower())
+    ]
     if text:  # For labels='', prefer --no-labels to --labels ''.
         actions.sort(key=lambda action: action.const != value)
     for action in actions:
-        if action.option_strings and action.nargs == 0 and (not text or action.const == value):
-            return action.option_strings[-1]
-        if action.option_strings and action.nargs != 0:
-            return f"{action.option_strings[-1]} {shlex.quote(str(value))}" if text else action.option_strings[-1]
+        option = str(action.option_strings[-1] if action.option_strings else action.metavar)
+        if action.nargs == 0 and (not text or action.const == value):
+            return option
+        if action.nargs != 0:
+            return f"{option} {shlex.quote(str(value))}" if text else option
     return flag if value is True else None

@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
         "alone and all together. Name the bottleneck, and recommend what to change. A GPU is not required.",
     )
     doctor.set_defaults(run=run)
-    doctor.add_argument("file", metavar="FILE")
+    doctor.add_argument("path", metavar="FILE")
     add_options(doctor.add_argument_group("what to feed"), {
         "--split NAME": "feed only this split (default: all rows)",
         "--images NAME": "the dataset of images (default: detected)",
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from h5pack.doctor.diagnose import Diagnosis
     from h5pack.doctor.loaders import DiagnoseSettings
 
-    settings = DiagnoseSettings(path=arguments.file, **{**keywords(arguments, DiagnoseSettings), **named})
+    settings = DiagnoseSettings(**{**keywords(arguments, DiagnoseSettings), **named})
     if arguments.plot is not None:
         check_plot_file(arguments.plot)
     show = _show if is_verbose(arguments) and sys.stderr.isatty() else None

@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         "cache, and properties that slow down reading, with the command that fixes them.",
     )
     info.set_defaults(run=_info)
-    info.add_argument("file", metavar="FILE")
+    info.add_argument("path", metavar="FILE")
     add_options(info, {
         "--labels NAME": "dataset of labels of an HDF5 file (default: detected)",
         "--stats": "also report class counts and channel statistics",
@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
         description="Check a pack's structure and every row's checksum; exit status 1 if anything is damaged.",
     )
     verify.set_defaults(run=_verify)
-    verify.add_argument("file", metavar="FILE")
+    verify.add_argument("path", metavar="FILE")
     add_options(verify, {"--workers N": "worker processes, at least 2 (default: one per available CPU)"})
     _add_preview(commands)
     _add_export(commands)
@@ -56,7 +56,7 @@ def _add_preview(commands: Any) -> None:
         "with names, counts and row numbers.",
     )
     preview.set_defaults(run=_preview)
-    preview.add_argument("file", metavar="FILE", help="a pack, or any HDF5 file")
+    preview.add_argument("path", metavar="FILE", help="a pack, or any HDF5 file")
     preview.add_argument("out", metavar="OUT", help="the picture to create (.png, .jpg or .webp)")
 
     what = preview.add_argument_group("what to show")
@@ -106,7 +106,7 @@ def _add_export(commands: Any) -> None:
 def _info(arguments: argparse.Namespace) -> int:
     from h5pack.inspect.info import info
 
-    report = info(arguments.file, **keywords(arguments, info))
+    report = info(**keywords(arguments, info))
     print_report(report, arguments, full=arguments.full)
     return 0
 
@@ -115,7 +115,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     """Verify a pack and print the report; return the exit status, 1 if anything is damaged."""
     from h5pack.inspect.verify import verify
 
-    report = verify(arguments.file, progress=not arguments.json, **keywords(arguments, verify))
+    report = verify(progress=not arguments.json, **keywords(arguments, verify))
     print_report(report, arguments)
     return 0 if report.ok else 1
 
@@ -124,14 +124,14 @@ def _preview(arguments: argparse.Namespace) -> int:
     """Draw a contact sheet; return the exit status, 1 if any rows could not be shown."""
     from h5pack.inspect.preview import preview
 
-    report = preview(arguments.file, **keywords(arguments, preview))
+    report = preview(**keywords(arguments, preview))
     print_report(report, arguments)
     if not arguments.json:
         if any(split.left_out for split in report.splits):
             num_classes = max(split.named for split in report.splits)
             print(f"  to show all classes, if they fit on a sheet: --max-classes {num_classes}")
         for row in report.damaged:
-            print(printable(f"{arguments.file}: row {row.row} ({row.name}): {row.reason}"), file=sys.stderr)
+            print(printable(f"{arguments.path}: row {row.row} ({row.name}): {row.reason}"), file=sys.stderr)
     return 0 if report.ok else 1
 
 

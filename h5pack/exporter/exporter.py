@@ -219,6 +219,7 @@ def export(
     fields = texts("fields", fields)
     bounds = None if value_range is None else parse_range(value_range)
     overwrite, resume = flags(overwrite=overwrite, resume=resume)
+    require_local(file, "file")
     target = ExportFolder(folder)
     target.check(overwrite, resume)
     source = open_rows(file, HDF5Datasets(images, labels, fields, channel_axis, bounds), splits, limit)

@@ -25,7 +25,7 @@ from h5pack.sources.catalog import Catalog, NameFilter, NameTable
 from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
 from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm, default_range
 from h5pack.system.files import write_all
-from h5pack.system.parameters import require_local, texts
+from h5pack.system.parameters import texts
 from h5pack.system.processes import shared
 from h5pack.system.text import one_of, splits_text
 
@@ -71,7 +71,6 @@ def open_rows(
     If there are more than `limit` of these rows, select `limit` evenly spaced ones.
     """
     splits = texts("splits", splits)
-    require_local(path)
     catalog = hdf5_catalog(Path(os.fsdecode(path)), datasets, NameFilter())
     unknown = [name for name in splits if name not in catalog.split_names]
     if unknown:
