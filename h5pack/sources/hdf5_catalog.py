@@ -66,11 +66,12 @@ class HDF5Datasets:
     own_fields: bool = True  # if false, fields other than masks and further images are left out
 
     def __post_init__(self) -> None:
-        for name in ("images", "labels", "channel_axis"):
+        for name in ("images", "labels"):
             if not isinstance(getattr(self, name), (str, type(None))):
-                raise invalid(name, getattr(self, name), "give text")
-        if self.channel_axis is not None and self.channel_axis not in CHANNEL_AXES:
-            raise invalid("channel_axis", self.channel_axis, f"it must be one of {', '.join(CHANNEL_AXES)}")
+                raise invalid(name, getattr(self, name), "give the name of a dataset")
+        axis = self.channel_axis
+        if axis is not None and not (isinstance(axis, str) and axis in CHANNEL_AXES):
+            raise invalid("channel_axis", axis, f"it must be one of {', '.join(CHANNEL_AXES)}")
         if self.value_range is not None:
             low, high = self.value_range
             if not (math.isfinite(high - low) and low < high):
