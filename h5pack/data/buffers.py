@@ -31,6 +31,7 @@ import math
 import mmap
 import os
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -223,6 +224,17 @@ class BufferPool:
     def _new_pinned(self) -> torch.Tensor:
         with unfilled_memory():
             return torch.empty(self.bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def can_pin() -> bool:
+    """Return whether torch can pin memory. If it cannot, warn the caller of the calling function."""
+    has_gpu = torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available()
+    # With Apple's GPUs (MPS), torch fails to pin memory, or pinned tensors are not on the CPU.
+    if has_gpu and not torch.backends.mps.is_available():
+        return True
+    text = "pin_memory needs a GPU with memory of its own, and there is none; batches are in pageable memory"
+    warnings.warn(text, stacklevel=3)
+    return False
 
 
 _HEADER = mmap.PAGESIZE

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from h5pack.data.buffers import BatchMemory, BufferPool
+from h5pack.data.buffers import BatchMemory, BufferPool, can_pin
 from h5pack.data.chunk_groups import ROWS, GroupReader
 from h5pack.data.dataset import batch_fields
 from h5pack.data.gather import HeldRows, list_sizes
@@ -239,7 +238,7 @@ class H5Loader(Closeable, Resumable):
         self._cpus = available_cpus()
         num_threads = min(_MAX_THREADS, self._cpus) if num_threads is None else num_threads
         self.num_threads = whole_number("num_threads", num_threads, 1, 1_024)
-        self.pin_memory = flags(pin_memory=pin_memory)[0] and _can_pin()
+        self.pin_memory = flags(pin_memory=pin_memory)[0] and can_pin()
         self._transforms = {
             name: (one, "generator" in parameter_names(one))
             for name, one in ((self._base.names[0], transform), (self._base.label_name, target_transform))
@@ -488,13 +487,3 @@ def _require_mixture(sampler: Any, dataset: Any, order: dict[str, Any]) -> None:
             "batch_sampler draws from another dataset; give H5Loader the ConcatPack that the sampler was made for",
             parameters=("dataset", "batch_sampler"),
         )
-
-
-def _can_pin() -> bool:
-    has_gpu = torch.accelerator.is_available() if hasattr(torch, "accelerator") else torch.cuda.is_available()
-    # With Apple's GPUs (MPS), torch fails to pin memory, or pinned tensors are not on the CPU.
-    if has_gpu and not torch.backends.mps.is_available():
-        return True
-    text = "pin_memory needs a GPU with memory of its own, and there is none; batches are in pageable memory"
-    warnings.warn(text, stacklevel=3)
-    return False

@@ -256,7 +256,7 @@ def test_batches_in_torchs_own_memory(tmp_path: Path, kind: str, way: str, monke
         prepared[0] += len(asked) - before
 
     monkeypatch.setattr(BufferPool, "prepare", counted)
-    monkeypatch.setattr("h5pack.data.loader._can_pin", lambda: True)
+    monkeypatch.setattr("h5pack.data.loader.can_pin", lambda: True)
     monkeypatch.setattr(torch, "empty", pageable)
     loader = loader_of(dataset, pin_memory=True)
     assert all_same([batch for _ in expected for batch in loader], list(itertools.chain(*expected)))
