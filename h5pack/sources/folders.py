@@ -172,14 +172,6 @@ def suffix_pattern(suffix: str) -> str:
     return "*" + re.sub("[a-z]", lambda letter: f"[{letter[0]}{letter[0].upper()}]", suffix)
 
 
-def is_path(text: str) -> bool:
-    """Return whether a text can be the path of a file: not empty, without NUL, and encodable as a file name."""
-    try:
-        return bool(text) and b"\0" not in os.fsencode(text)
-    except UnicodeEncodeError:
-        return False
-
-
 def is_folder(entry: os.DirEntry[str]) -> bool:
     """Return whether an entry is a folder or a link to a folder.
 

@@ -29,7 +29,7 @@ from h5pack.sources.catalog import (
     one_split,
     unused_note,
 )
-from h5pack.sources.folders import is_path, numbered_splits, walk
+from h5pack.sources.folders import numbered_splits, walk
 from h5pack.sources.text_tables import (
     TextTable,
     binary_table,
@@ -42,6 +42,7 @@ from h5pack.sources.text_tables import (
     read_json_lines,
     zero_for_minus_one,
 )
+from h5pack.system.parameters import is_path
 
 _PATHS = ("path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id")
 IMAGE_COLUMNS = ("image", "images", "img", "picture", "photo", "jpg", "jpeg", "png", "bytes", "content", "data")

@@ -19,17 +19,21 @@ def invalid(name: str, value: object, advice: str, problem: str = "is invalid") 
     return OptionsError(f"{fragment} {problem}; {advice}", parameters=(fragment,))
 
 
+def is_path(text: str) -> bool:
+    """Return whether a text can be the path of a file: not empty, without NUL, and encodable as a file name."""
+    try:
+        return bool(text) and b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
 def require_local(path: str | os.PathLike[str], parameter: str = "path") -> None:
     """Raise OptionsError if `path` is not a path, or if it is empty, contains NUL or is a URL (``s3://...``)."""
     if not isinstance(path, (str, bytes, os.PathLike)):
         raise invalid(parameter, path, "give the path of a file or folder")
     name = os.fsdecode(path)
-    try:
-        # An empty path would mean the working directory. It is often a mistake, such as an unset shell variable.
-        is_valid = name and b"\0" not in os.fsencode(name)
-    except UnicodeEncodeError:
-        is_valid = False
-    if not is_valid:
+    # An empty path would mean the working directory. It is often a mistake, such as an unset shell variable.
+    if not is_path(name):
         raise invalid(
             parameter, name, "give a path that is not empty and contains neither NUL nor an unpaired surrogate"
         )
