@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,35 @@ import pytest
 
 import h5pack
 
+Files = dict[Path, "list[bytes] | None"]
+_BLOCK = 16_384
+
 
 class Change(str):
     """A call that changes a file, such as ``fsync o.h5.partial``.
 
-    If it is `idle`, a kill in it leaves the same files as one in the call before.
+    `files` has the watched files that a kill in it leaves: their blocks, None for a folder.
     """
 
-    idle = False
+    files: Files | None = None
+
+    def leave_files(self, watched: Path) -> None:
+        """Replace the files that match the pattern `watched` by those that a kill in this change leaves."""
+        assert self.files is not None
+        for path in watched.parent.glob(watched.name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        for path, data in self.files.items():
+            path.mkdir() if data is None else path.write_bytes(b"".join(data))
 
 
 def convert_in_child(source: Path, out: Path, keywords: dict[str, Any], kill_at: int | None) -> list[Change]:
     """Convert in such a child; return its changes."""
-    watched = out.with_name(f"{out.stem}*")
-    return changes_in_child(lambda: h5pack.convert(source, out, **keywords), kill_at, watched)
+    return changes_in_child(lambda: h5pack.convert(source, out, **keywords), kill_at, files_of(out))
+
+
+def files_of(out: Path) -> Path:
+    """A pattern for an output and the files beside it."""
+    return out.with_name(f"{out.stem}*")
 
 
 def distinct_steps(changes: list[Change], *, first: bool) -> list[int]:
@@ -60,22 +76,21 @@ def distinct_steps(changes: list[Change], *, first: bool) -> list[int]:
 
 def effective_steps(changes: list[Change]) -> list[int]:
     """Return all steps; of those where a kill leaves the same files, return the last."""
-    return [at for at in range(len(changes)) if at + 1 == len(changes) or not changes[at + 1].idle]
+    after = [*(change.files for change in changes[1:]), None]
+    return [at for at, change in enumerate(changes) if after[at] is None or change.files != after[at]]
 
 
 def require_resumes(
     source: Path, out: Path, settings: dict[str, Any], choose: Callable[[list[Change]], Iterable[int]]
 ) -> bytes:
-    """Kill a conversion at the steps that `choose` selects from its changes; resumed, it must leave the same files.
+    """Resume a conversion from the files that a kill leaves, at the steps that `choose` selects from its changes.
 
-    Return the bytes of the output.
+    It must leave the files of an uninterrupted one. Return the bytes of the output.
     """
     changes = convert_in_child(source, out, settings, kill_at=None)
     whole, complete = _files_beside(out), h5pack.convert(source, out, **settings, resume=True)
     for step in choose(changes):
-        for name in whole:
-            (out.parent / name).unlink()
-        convert_in_child(source, out, settings, kill_at=step)
+        changes[step].leave_files(files_of(out))
         # If the output exists, only cleaning up was left.
         assert not out.exists() or out.read_bytes() == whole[out.name]
         report = h5pack.convert(source, out, **settings, resume=True)
@@ -91,7 +106,7 @@ def _files_beside(out: Path) -> dict[str, bytes]:
 def changes_in_child(work: Callable[[], Any], kill_at: int | None, watched: Path | None = None) -> list[Change]:
     """Work in such a child; return its changes, none if it was killed.
 
-    Those between which the files that match the pattern `watched` stay the same are idle.
+    They have the contents of the files that match the pattern `watched`.
     """
     receive, send = os.pipe()
     child = os.fork()
@@ -120,26 +135,26 @@ def changes_in_child(work: Callable[[], Any], kill_at: int | None, watched: Path
 def note_changes(kill_at: int | None, watched: Path | None = None) -> list[Change]:
     """Make this process note its calls that change a file in a list, and kill itself in one of them."""
     changes: list[Change] = []
-    before: dict[Path, bytes] | None = None
     lock = threading.Lock()
     die = os.kill
 
     def wrapped(name: str, call: Callable[..., Any], halves: bool) -> Callable[..., Any]:
         def noting(*arguments: Any, **keywords: Any) -> Any:
-            nonlocal before
             with lock:
+                change, done = Change(f"{name} {_file_of(arguments[0])}"), 0
+                is_watched = watched is not None and kill_at is None
+                if halves and (is_watched or len(changes) == kill_at):
+                    # The kernel may have taken a part.
+                    descriptor, data, *offset = arguments
+                    done = call(descriptor, memoryview(data)[: len(data) // 2], *offset)
+                    arguments = (descriptor, memoryview(data)[done:], *(start + done for start in offset))
                 if len(changes) == kill_at:
-                    if halves:
-                        # The kernel may have taken a part.
-                        descriptor, data, *offset = arguments
-                        call(descriptor, memoryview(data)[: len(data) // 2], *offset)
                     die(os.getpid(), signal.SIGKILL)
-                changes.append(Change(f"{name} {_file_of(arguments[0])}"))
-                if watched is not None and kill_at is None:
-                    now = _contents(watched)
-                    changes[-1].idle = now == before and not halves
-                    before = now
-            return call(*arguments, **keywords)
+                if watched is not None and is_watched:
+                    change.files = _contents(watched, changes[-1].files if changes else None)
+                changes.append(change)
+            result = call(*arguments, **keywords)
+            return done + result if halves else result
 
         return noting
 
@@ -155,12 +170,20 @@ def note_changes(kill_at: int | None, watched: Path | None = None) -> list[Chang
     return changes
 
 
-def _contents(watched: Path) -> dict[Path, bytes]:
-    """The bytes of all files, none of a folder; without files that another thread removes now."""
-    found: dict[Path, bytes] = {}
+def _contents(watched: Path, before: Files | None) -> Files:
+    """The blocks of all files, None of a folder; without files that another thread removes now.
+
+    Blocks that did not change since `before` are the same objects, so that few bytes are kept and sent.
+    """
+    found: Files = {}
     for path in (path for top in watched.parent.glob(watched.name) for path in (top, *top.rglob("*"))):
         with suppress(FileNotFoundError):
-            found[path] = path.read_bytes() if path.is_file() else b""
+            if path.is_dir():
+                found[path] = None
+                continue
+            data, same = path.read_bytes(), (before or {}).get(path) or []
+            blocks = [data[start : start + _BLOCK] for start in range(0, len(data), _BLOCK)]
+            found[path] = [old if old == new else new for new, old in zip_longest(blocks, same[: len(blocks)])]
     return found
 
 

@@ -151,8 +151,7 @@ def test_killed_at_every_step_and_resumed(tmp_path: Path, kind: str) -> None:
     changes = changes_in_child(lambda: h5pack.join(packs, out), kill_at=None, watched=tmp_path / "o.h5*")
     assert out.read_bytes() == whole
     for step in distinct_steps(changes, first=True)[["pixels", "jpeg", "gzip"].index(kind) :: 2]:
-        out.unlink(missing_ok=True)
-        changes_in_child(lambda: h5pack.join(packs, out), kill_at=step)
+        changes[step].leave_files(tmp_path / "o.h5*")
         assert not out.exists() or out.read_bytes() == whole
         h5pack.join(packs, out, resume=True)
         assert out.read_bytes() == whole, f"killed at step {step}: {changes[step]}"

@@ -47,7 +47,15 @@ from h5pack.pack.conversion import Conversion
 from h5pack.pack.finish import is_complete
 from h5pack.pack.options import ConvertOptions
 from h5pack.system.processes import run
-from tests.crashing import convert_in_child, convert_until, distinct_steps, kill_while_held, leftovers, lose_pages
+from tests.crashing import (
+    convert_in_child,
+    convert_until,
+    distinct_steps,
+    files_of,
+    kill_while_held,
+    leftovers,
+    lose_pages,
+)
 from tests.makers import flat_folder, hdf5_file, quick
 from tests.read.files import flip_in_chunk
 
@@ -260,14 +268,13 @@ def test_killed_at_every_step(packs: dict[str, Path], source: Path, tmp_path: Pa
     In turns, there is no output, or one that is replaced, which survives every kill.
     """
     whole, out, stages = packs["zstd"].read_bytes(), tmp_path / "o.h5", set()
-    changes = convert_in_child(source, out, options("zstd"), kill_at=None)
+    if replaced:
+        out.write_bytes(b"precious")
+    changes = convert_in_child(source, out, options("zstd", overwrite=replaced), kill_at=None)
     rejects = (tmp_path / "o.h5.rejects.csv").read_bytes()
     assert out.read_bytes() == whole
     for step in distinct_steps(changes, first=not replaced):
-        out.unlink()
-        if replaced:
-            out.write_bytes(b"precious")
-        convert_in_child(source, out, options("zstd", overwrite=replaced), kill_at=step)
+        changes[step].leave_files(files_of(out))
         left = out.read_bytes() if out.exists() else None
         assert left in (whole, b"precious" if replaced else None)
         copied = (tmp_path / "o.h5.partial.compressed").exists()

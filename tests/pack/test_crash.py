@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 import shutil
 import signal
@@ -306,6 +307,32 @@ def test_the_killing_harness_can_fail(tmp_path: Path) -> None:
         for path in tmp_path.glob("o.h5*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     raise AssertionError("no step was found out")
+
+
+@pytest.mark.parametrize("compression", ["none", "gzip"])
+def test_a_kill_leaves_the_files_that_were_noted(tmp_path: Path, compression: str) -> None:
+    """So tests that resume at every step need not kill a process at each."""
+    # One image, because the order in which threads write several differs from run to run.
+    source, folder = flat_folder(tmp_path / "in", 1), tmp_path / "out"
+    settings = quick(compression=compression)
+    folder.mkdir()
+
+    def left() -> dict[str, bytes | None]:
+        """The contents of all files; names of journals of rows are drawn."""
+        paths = {re.sub("rows-.*", "rows", os.fspath(path)): path for path in folder.rglob("*")}
+        return {name: None if path.is_dir() else path.read_bytes() for name, path in paths.items()}
+
+    changes = convert_in_child(source, folder / "o.h5", settings, kill_at=None)
+    # The order in which files are removed depends on their names.
+    steps = [step for step, change in enumerate(changes) if not change.startswith("unlink")]
+    assert {changes[step].split()[0] for step in steps} >= {"pwrite", "write", "replace", "rmdir", "create"}
+    for step in steps[::5]:
+        changes[step].leave_files(folder / "*")
+        noted = left()
+        shutil.rmtree(folder)
+        folder.mkdir()
+        convert_in_child(source, folder / "o.h5", settings, kill_at=step)
+        assert left() == noted, changes[step]
 
 
 def test_one_of_the_steps_that_leave_the_same_files_is_chosen(tmp_path: Path) -> None:
