@@ -365,13 +365,13 @@ def test_misuse_is_refused(tmp_path: Path, client: Any, monkeypatch: pytest.Monk
     ):  # fmt: skip
         assert cli.main([*command, *options.split()]) == code, options
     monkeypatch.setitem(sys.modules, "distributed", None)
-    assert cli.main([*command, "--cluster", "local:2"]) == 1
+    assert cli.main([*command, "--cluster", "local:1"]) == 1
     assert leftovers(tmp_path) == {"in"}
 
 
 def test_the_command_starts_workers_and_prints_nothing_else(tmp_path: Path) -> None:
     source = class_folders(tmp_path / "in", {"a": 20, "b": 20})
-    command = [sys.executable, "-m", "h5pack", "convert", str(source), str(tmp_path / "o.h5"), "--cluster", "local:2"]
+    command = [sys.executable, "-m", "h5pack", "convert", str(source), str(tmp_path / "o.h5"), "--cluster", "local:1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stderr == ""
     assert [line.split()[0] for line in done.stdout.splitlines()[-2:]] == ["time", "done"]
