@@ -63,7 +63,11 @@ class Expectations:
         source = None if source is None or not os.path.exists(source) else absolute_path(source)
         size = os.path.getsize(source) if source is not None and os.path.isfile(source) else None
         probe = partial.with_name(f"{partial.name}.probe-{token}")
-        probe.write_text(token)
+        try:
+            probe.write_text(token)
+        except OSError:
+            probe.unlink(missing_ok=True)
+            raise
         return cls(token, decoder_versions(), source, size, str(probe))
 
 

@@ -60,9 +60,9 @@ class PartsFolder:
         temporary = self.folder.with_name(f"{self.folder.name}-{secrets.token_hex(6)}")
         before = self.agreed()
         if before is None:
-            temporary.mkdir()
-            write_atomically(temporary / "job.json", json.dumps(job, indent=1).encode())
             try:
+                temporary.mkdir()
+                write_atomically(temporary / "job.json", json.dumps(job, indent=1).encode())
                 # Renaming is atomic. It fails if another part has made the folder, which then contains job.json.
                 temporary.rename(self.folder)
                 before = job

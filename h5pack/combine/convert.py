@@ -291,8 +291,8 @@ class ShardedConversion(Conversion):
         require_other_files(finals, plan.catalog.reader.paths())
         advice = "make room, then run again with resume=True"
         with (
-            contextlib.closing(OutputLock(output, self._client is not None)) as lock,
             reporting_disk_errors(output.partial, advice, "resume=True"),
+            contextlib.closing(OutputLock(output, self._client is not None)) as lock,
         ):
             before = Journal(output.journal).plan() if self.options.continues else None
             overwrite = self.options.overwrite or (before is not None and bool(before["overwrite"]))

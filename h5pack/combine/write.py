@@ -139,7 +139,7 @@ def write_combination(plan: Combination, out: Path, *, overwrite: bool, resume: 
     if resume and not overwrite and output.final.exists() and not output.partial.exists():
         return _existing_report(plan, output)
     advice = "make room, then run again with resume=True"
-    with contextlib.closing(OutputLock(output)) as lock, reporting_disk_errors(output.partial, advice, "resume=True"):
+    with reporting_disk_errors(output.partial, advice, "resume=True"), contextlib.closing(OutputLock(output)) as lock:
         pack = _UnfinishedFile(plan, output, lock, overwrite, resume)
         if plan.structure.compression is None:
             copied = _copy_rows(pack, stages)
@@ -351,7 +351,7 @@ def write_virtual(plan: Combination, out: Path, *, overwrite: bool) -> CombineRe
     output = Output(out, permissions_of=out if overwrite else None)
     output.check(options, resumable=False)
     advice = "make room, then run again"
-    with contextlib.closing(OutputLock(output)) as lock, reporting_disk_errors(output.partial, advice):
+    with reporting_disk_errors(output.partial, advice), contextlib.closing(OutputLock(output)) as lock:
         output.require_not_begun(lock, options, resumable=False)
         lock.renew()
         try:

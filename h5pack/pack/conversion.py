@@ -174,29 +174,39 @@ class Conversion:
         Dask cluster. In an array job, the results of the survey are always saved, because all parts share them.
         """
         if self._plan is None:
-            begin = time.perf_counter()
-            options, catalog = self.options, self.catalog
-            if options.in_array_job:
-                count = self._parts.count if options.part is None else options.part[1]
-                self._parts.agree(count, options.content(), catalog)
-            if self._client is None:
-                executor = open_executor(self.num_workers, options.start_method, catalog.reader)
-            else:
-                path = self._source if isinstance(self._source, str) else None
-                executor = open_dask_executor(self._client, catalog.reader, path, self.output.partial)
-            self._executor = self._stack.enter_context(executor)
-            journal = None
-            if resumable and self._client is None and not options.in_array_job:
-                identity = survey_identity(self._source, catalog, options)
-                journal = SurveyJournal(self.output.survey, identity, resume=options.resume)
-                self._stack.enter_context(journal)
-            with self._stage("survey", len(catalog)) as advance:
-                surveyed = survey(catalog, self._sharing("survey"), 2 * self.num_workers, options, advance, journal)
-            catalog = with_size_note(with_placed_fields(catalog, surveyed, options), surveyed, options)
-            plan = make_plan if options.keep is None else make_kept_plan
-            self._plan = plan(_source_name(self._source), catalog, surveyed, options)
-            self._seconds["survey"] = time.perf_counter() - begin
+            with self._reporting_disk_errors(self.output):
+                self._plan = self._make_plan(resumable)
         return self._plan
+
+    def _make_plan(self, resumable: bool) -> ConvertPlan:
+        begin = time.perf_counter()
+        options, catalog = self.options, self.catalog
+        if options.in_array_job:
+            count = self._parts.count if options.part is None else options.part[1]
+            self._parts.agree(count, options.content(), catalog)
+        if self._client is None:
+            executor = open_executor(self.num_workers, options.start_method, catalog.reader)
+        else:
+            path = self._source if isinstance(self._source, str) else None
+            executor = open_dask_executor(self._client, catalog.reader, path, self.output.partial)
+        self._executor = self._stack.enter_context(executor)
+        journal = None
+        if resumable and self._client is None and not options.in_array_job:
+            identity = survey_identity(self._source, catalog, options)
+            journal = SurveyJournal(self.output.survey, identity, resume=options.resume)
+            self._stack.enter_context(journal)
+        with self._stage("survey", len(catalog)) as advance:
+            surveyed = survey(catalog, self._sharing("survey"), 2 * self.num_workers, options, advance, journal)
+        catalog = with_size_note(with_placed_fields(catalog, surveyed, options), surveyed, options)
+        make = make_plan if options.keep is None else make_kept_plan
+        plan = make(_source_name(self._source), catalog, surveyed, options)
+        self._seconds["survey"] = time.perf_counter() - begin
+        return plan
+
+    def _reporting_disk_errors(self, output: Output) -> contextlib.AbstractContextManager[None]:
+        resume = ("resume=True",) if not self.options.in_array_job else ()
+        advice = f"make room, then run again{' with resume=True' if resume else ''}"
+        return reporting_disk_errors(output.partial, advice, *resume)
 
     def _sharing(self, stage: str) -> Executor:
         """Return the executor of a stage. In an array job, it shares results with other parts (`SharedResults`)."""
@@ -229,11 +239,10 @@ class Conversion:
     def write(self, plan: ConvertPlan, output: Output) -> ConvertReport:
         """Write a pack, or this run's part of an array job. If the options allow that, continue an earlier run."""
         in_parts, distributed = self.options.part is not None, self._client is not None or self.options.finish
-        lock = PartFile(output) if in_parts else OutputLock(output, distributed)
-        resume = ("resume=True",) if not self.options.in_array_job else ()
-        advice = f"make room, then run again{' with resume=True' if resume else ''}"
+        with self._reporting_disk_errors(output):
+            lock = PartFile(output) if in_parts else OutputLock(output, distributed)
         try:
-            with reporting_disk_errors(output.partial, advice, *resume):
+            with self._reporting_disk_errors(output):
                 pack = UnfinishedPack(plan, output, lock, in_parts or distributed)
                 if plan.to_encode.any():
                     with self._stage("encode", int(plan.to_encode.sum())) as advance:

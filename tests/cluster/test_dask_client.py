@@ -343,6 +343,17 @@ def test_a_full_disk_is_an_error_that_names_the_machine(tmp_path: Path) -> None:
         dask_client.run_pickled(expected.token, pickle.dumps((full, (None,))))
 
 
+def test_a_probe_that_does_not_fit_onto_the_disk_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_text(path: Path, data: str) -> None:
+        path.touch()
+        full(None)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(OSError):
+        Expectations.here(None, tmp_path / "o.h5.partial")
+    assert leftovers(tmp_path) == set()
+
+
 def test_a_worker_that_joins_later_is_checked(tmp_path: Path) -> None:
     expected = Expectations.here(None, tmp_path / "o.h5.partial")
     dask_client.prepare(replace(expected, versions={**expected.versions, "Pillow": "1.0"}), b"")

@@ -44,6 +44,7 @@ from h5pack.pack import conversion, finish, writer
 from h5pack.pack.encode import encode_images
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, OwnerFile, _process_identity
+from h5pack.pack.survey import survey
 from h5pack.sources.archives import ArchiveReader
 from h5pack.sources.catalog import FileReader
 from h5pack.sources.map_style import MapStyleReader
@@ -185,15 +186,42 @@ def test_a_part_whose_worker_died_is_not_advised_to_resume(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("settings", [{}, {"part": "1/2"}])
+@pytest.mark.parametrize("name", ["survey", "lock", "UnfinishedPack"])
 def test_a_part_on_a_full_disk_is_not_advised_to_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any]
 ) -> None:
     source, options = folder(tmp_path)
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr("h5pack.pack.conversion.UnfinishedPack", Mock(side_effect=full))
+    for one in ("OutputLock", "PartFile") if name == "lock" else (name,):
+        monkeypatch.setattr(f"h5pack.pack.conversion.{one}", Mock(side_effect=full))
     with pytest.raises(NoSpaceError) as caught:
         h5pack.convert(source, tmp_path / "o.h5", num_workers=1, **options, **settings)
     assert caught.value.parameters == (() if settings else ("resume=True",))
+
+
+def test_a_part_that_cannot_record_the_job_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, full = flat_folder(tmp_path / "in", 6), OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr("h5pack.cluster.parts.write_atomically", Mock(side_effect=full))
+    with pytest.raises(NoSpaceError):
+        write(source, tmp_path / "o.h5", {}, "1/2")
+    assert leftovers(tmp_path) == {"in"}
+
+
+def test_a_part_whose_output_another_run_finishes_during_the_survey_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5"
+
+    def finish_first(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        h5pack.convert(source, out, num_workers=1, resume=True)
+        return survey(*arguments)
+
+    monkeypatch.setattr("h5pack.pack.conversion.survey", finish_first)
+    with pytest.raises(H5PackError):
+        write(source, out, {}, "1/2")
+    write(source, out, {}, "1/2")
+    require_finish(source, out, {})
 
 
 def test_parts_must_agree(tmp_path: Path) -> None:
