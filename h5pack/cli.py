@@ -205,6 +205,9 @@ class _SignalHandler:
     would interrupt the cleanup after the first one: `h5pack join` has hung because a lock of `concurrent.futures` was
     never released.
 
+    A process that was just forked inherits this handler, and has it until `_start_worker` replaces it. There, SIGINT is
+    ignored and SIGTERM ends the process, as with the later handlers: an exception would print a traceback.
+
     For the same reason, a signal is sent again later if it comes while a method of the standard library acquires or
     releases a lock for a ``with`` statement. An exception would leave the lock locked, and Python would wait for it at
     exit. If the method is still running after about a second, it waits for a lock, and is interrupted.
@@ -212,11 +215,16 @@ class _SignalHandler:
 
     def __init__(self) -> None:
         self.exception: type[KeyboardInterrupt] | None = None  # the one that was raised last
+        self._process = os.getpid()
         self._last_time = -math.inf
         self._postponed = 0  # number of times in succession
         self._timer: threading.Timer | None = None  # sends a signal again
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            if number == signal.SIGTERM:
+                os._exit(143)
+            return
         name, module = ("", None) if frame is None else (frame.f_code.co_name, frame.f_globals.get("__name__"))
         at_lock = name in ("__enter__", "__exit__") and module in _LOCK_MODULES
         if at_lock and self._postponed < _MAX_POSTPONED:

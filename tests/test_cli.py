@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import pickle
 import runpy
@@ -331,6 +332,26 @@ def test_a_signal_in_a_weakref_callback_is_not_lost(
     monkeypatch.setattr("h5pack.inspect.info.info", work)
     assert run(capsys, "info", "x")[0] == code
     assert len(dropped) == 1
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_a_signal_prints_no_traceback_of_a_worker_that_was_just_forked(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], number: int, code: int
+) -> None:
+    codes = []
+
+    def work(*_: object, **__: object) -> None:
+        # multiprocessing prints the exception before it calls the initializer of a pool.
+        worker = multiprocessing.get_context("fork").Process(target=signal.raise_signal, args=(number,))
+        worker.start()
+        worker.join()
+        codes.append(worker.exitcode)
+        raise errors.WorkerError("a worker process died")
+
+    monkeypatch.setattr("h5pack.inspect.info.info", work)
+    assert cli.main(["info", "x"]) == 1
+    assert codes == [code]
+    assert len(capfd.readouterr().err.splitlines()) == 1
 
 
 def test_a_signal_while_a_lock_is_acquired_does_not_leave_it_locked(
