@@ -351,6 +351,7 @@ class Conversion:
 
     def _write(self, pack: UnfinishedPack, results: RowResults) -> RowRecord:
         """Write the rows that are missing in `results`, then record durably that every row is written or rejected."""
+        pack.journal.discard_written()
         self._write_rows(pack, np.flatnonzero(~results.settled), results)
         written = results.record()
         if not written.packed.any():

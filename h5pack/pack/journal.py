@@ -63,6 +63,7 @@ _HEAD = struct.Struct("<IIIIII")
 _WAIT_SECONDS = 10.0
 _SURVEY_SECONDS = 10.0
 _ROWS = "rows"
+WRITTEN = "written.bin"
 
 
 @dataclass
@@ -331,13 +332,17 @@ class Journal:
     def save_written(self, record: RowRecord) -> None:
         """Save durably that every row is written or rejected. From then on, rows may be moved."""
         payload = record.encode()
-        write_atomically(self.folder / "written.bin", _written_head(payload) + payload)
+        write_atomically(self.folder / WRITTEN, _written_head(payload) + payload)
         sync_path(self.folder)
+
+    def discard_written(self) -> None:
+        """Remove a damaged record, because writers stop if there is one."""
+        (self.folder / WRITTEN).unlink(missing_ok=True)
 
     def written(self) -> RowRecord | None:
         """Return the record that `save_written` saved, None if it was not saved or is damaged."""
         try:
-            data = (self.folder / "written.bin").read_bytes()
+            data = (self.folder / WRITTEN).read_bytes()
         except FileNotFoundError:
             return None
         payload = data[_WRITTEN.size :]

@@ -29,7 +29,7 @@ from h5pack.images.headers import DecodePath, parse_jpeg
 from h5pack.images.masks import MaskDecoder, naming_mask
 from h5pack.pack.direct_io import ContiguousRows, RowBuffer, RowFile
 from h5pack.pack.file_structure import PixelRows
-from h5pack.pack.journal import EncodedFile, JournalWriter, RowRecord, read_encoded
+from h5pack.pack.journal import WRITTEN, EncodedFile, JournalWriter, RowRecord, read_encoded
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
 from h5pack.pack.survey import HDF5_ERRORS, memory_error, storage_error
@@ -267,6 +267,10 @@ def _write_durably(task: WriteTask) -> list[RowRecord]:
     worker = _Worker(job, before[1] if before is not None and before[0] == job else None)
     try:
         worker.journal.begin()
+        # The process that finishes saves this file, and then looks for writers that have begun. So either this writer
+        # finds the file, or that process finds the writer.
+        if os.path.exists(os.path.join(job.journal, WRITTEN)):
+            raise OutputBusyError.at(job.path, "another process is finishing it; wait until that process has finished")
         records = _write_groups(worker, task)
         os.fsync(worker.file.descriptor)
         for record in records:

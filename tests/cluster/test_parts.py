@@ -45,6 +45,7 @@ from h5pack.pack.encode import encode_images
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, OwnerFile, _process_identity
 from h5pack.pack.survey import survey
+from h5pack.pack.writer import SampleDecoder
 from h5pack.sources.archives import ArchiveReader
 from h5pack.sources.catalog import FileReader
 from h5pack.sources.map_style import MapStyleReader
@@ -324,20 +325,25 @@ def test_the_example_of_an_array_job_runs_every_part_and_finishes(tmp_path: Path
 
 
 class Late:
-    """A process that writes part 1 and is held when its first row is decoded; it writes when it is released."""
+    """A process that writes part 1 and is held in a method, by default when its first row is decoded.
 
-    def __init__(self, source: Path, out: Path, options: dict[str, Any]) -> None:
+    It continues when it is released.
+    """
+
+    def __init__(
+        self, source: Path, out: Path, options: dict[str, Any], held_in: tuple[Any, str] = (SampleDecoder, "decode")
+    ) -> None:
         reached, self.release = out.with_name("reached"), out.with_name("release")
-        decode = writer.SampleDecoder.decode
+        method = getattr(*held_in)
 
-        def held(*arguments: Any, **keywords: Any) -> None:
+        def held(*arguments: Any, **keywords: Any) -> Any:
             reached.touch()
             while not self.release.exists():
                 time.sleep(0.005)
-            decode(*arguments, **keywords)
+            return method(*arguments, **keywords)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(writer.SampleDecoder, "decode", held)
+            patch.setattr(*held_in, held)
             self.process = FORK.Process(target=self._convert, args=(source, out, options), daemon=True)
             self.process.start()
         wait_for(reached.exists)
@@ -346,7 +352,7 @@ class Late:
     def _convert(source: Path, out: Path, options: dict[str, Any]) -> None:
         try:
             h5pack.convert(source, out, num_workers=1, part="1/2", **options)
-        except IncompletePackError:
+        except (IncompletePackError, OutputBusyError):
             os._exit(7)
 
     def write(self) -> int | None:
@@ -374,6 +380,27 @@ def test_a_writer_that_comes_back_after_rows_moved_changes_nothing(
     assert out.read_bytes() == expected
     assert late.write() == 7
     assert (out.read_bytes() == expected) == isolated
+
+
+def test_a_part_that_begins_to_write_while_rows_move_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = folder(tmp_path)
+    options |= {"order": "sorted"}
+    out = tmp_path / "o.h5"
+    late = Late(source, out, options, (conversion.Conversion, "_require_unchanged"))
+    write(source, out, options, "1/2", "2/2")
+    expected = local(source, tmp_path / "local.h5", options)
+    codes, make_tables = [], finish.make_tables
+
+    def release(*arguments: Any) -> Any:
+        codes.append(late.write())
+        return make_tables(*arguments)
+
+    monkeypatch.setattr(finish, "make_tables", release)
+    h5pack.convert(source, out, num_workers=1, finish=True, **options)
+    assert out.read_bytes() == expected
+    assert codes == [7]
 
 
 def test_a_writer_that_comes_back_while_others_write_changes_nothing(tmp_path: Path) -> None:
