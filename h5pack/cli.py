@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"h5pack: {printable(_unexpected(error))}", file=sys.stderr)
         return 1
     finally:
-        stop.cancel_resending()
+        stop.close()
         sys.unraisablehook = unraisable_hook
         for number, handler in before.items():
             if handler is not None:
@@ -257,8 +257,9 @@ class _SignalHandler:
         self._timer = threading.Timer(seconds, signal.pthread_kill, [threading.main_thread().ident, number])
         self._timer.start()
 
-    def cancel_resending(self) -> None:
-        """Do not send a signal again, because its handler is about to be replaced."""
+    def close(self) -> None:
+        """Ignore signals and do not send them again, because the command has ended and its handlers are replaced."""
+        self._last_time = math.inf
         if self._timer is not None:
             self._timer.cancel()
 

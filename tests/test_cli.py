@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import pytest
@@ -431,6 +432,23 @@ def test_a_dropped_signal_is_not_reported_as_the_error_that_it_caused(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not later
+
+
+def test_a_signal_while_handlers_are_restored_is_not_raised(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    restore = signal.signal
+
+    def signaled(number: Any, handler: Any) -> Any:
+        if handler is before:
+            signal.raise_signal(signal.SIGTERM)
+        return restore(number, handler)
+
+    monkeypatch.setattr("h5pack.inspect.info.info", Mock(side_effect=errors.H5PackError("an error")))
+    monkeypatch.setattr(signal, "signal", signaled)
+    assert run(capsys, "info", "x")[0] == 1
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
