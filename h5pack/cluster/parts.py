@@ -22,7 +22,7 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
 
-from h5pack.errors import ResumeError
+from h5pack.errors import IncompletePackError, ResumeError
 from h5pack.images.decode import decoder_versions
 from h5pack.sources.catalog import Catalog
 from h5pack.system.files import write_atomically
@@ -50,22 +50,23 @@ class PartsFolder:
             return None
         return agreed
 
-    def agree(self, count: int, options: dict[str, Any], catalog: Catalog) -> None:
-        """Record the number of parts, the options, the package versions and the source.
+    def agree(self, count: int, options: dict[str, Any], catalog: Catalog) -> bool:
+        """Record the number of parts, the options, the package versions and the source; return True.
 
-        If another part has made the record before, compare with it instead, and raise ResumeError if anything differs.
+        If another part has made the record before, compare with it instead, raise ResumeError if anything differs, and
+        return False.
         """
         job = {_COUNT: count, "packages": decoder_versions(), "options": options, "source": catalog.identity()}
         job = json.loads(json.dumps(job))
         temporary = self.folder.with_name(f"{self.folder.name}-{secrets.token_hex(6)}")
-        before = self.agreed()
+        before, begins = self.agreed(), False
         if before is None:
             try:
                 temporary.mkdir()
                 write_atomically(temporary / "job.json", json.dumps(job, indent=1).encode())
                 # Renaming is atomic. It fails if another part has made the folder, which then contains job.json.
                 temporary.rename(self.folder)
-                before = job
+                before, begins = job, True
             except OSError:
                 shutil.rmtree(temporary, ignore_errors=True)
                 before = self.agreed()
@@ -80,6 +81,7 @@ class PartsFolder:
                     f"{self.folder.with_suffix('')}*"
                 )
                 raise ResumeError.at(self.folder, problem)
+        return begins
 
     @property
     def count(self) -> int:
@@ -94,6 +96,12 @@ class PartsFolder:
         folder = self.folder / stage
         folder.mkdir(exist_ok=True)
         return SharedResults(folder, inner, num_workers, self.count)
+
+
+def finished_by_others(partial: Path) -> IncompletePackError:
+    """Return the error of a part whose files are gone, because another run has finished or discarded them."""
+    problem = "was removed, replaced or finished by another run; run this part again if the output is not complete"
+    return IncompletePackError.at(partial, problem)
 
 
 def _difference(old: Any, new: Any) -> str:

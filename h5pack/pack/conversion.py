@@ -26,6 +26,7 @@ import functools
 import itertools
 import os
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +38,7 @@ import numpy as np
 import numpy.typing as npt
 
 from h5pack.cluster.dask_client import count_threads, open_dask_executor
-from h5pack.cluster.parts import PartsFolder
+from h5pack.cluster.parts import PartsFolder, finished_by_others
 from h5pack.errors import OptionsError
 from h5pack.format.row_offsets import check_rows, check_tasks
 from h5pack.pack import finish, writer
@@ -183,7 +184,10 @@ class Conversion:
         options, catalog = self.options, self.catalog
         if options.in_array_job:
             count = self._parts.count if options.part is None else options.part[1]
-            self._parts.agree(count, options.content(), catalog)
+            begins = self._parts.agree(count, options.content(), catalog)
+            if begins and self.output.final.exists() and not options.overwrite:
+                shutil.rmtree(self._parts.folder, ignore_errors=True)
+                raise finished_by_others(self.output.partial)
         if self._client is None:
             executor = open_executor(self.num_workers, options.start_method, catalog.reader)
         else:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from h5pack.cluster.parts import PartsFolder
+from h5pack.cluster.parts import PartsFolder, finished_by_others
 from h5pack.errors import IncompletePackError, NoSpaceError, OutputBusyError, OutputExistsError, SourceError
 from h5pack.pack.options import ConvertOptions
 from h5pack.system.files import (
@@ -449,11 +449,13 @@ class PartFile:
     """``OUT.partial`` for a part of an array job: without a lock, because all parts write to it."""
 
     def __init__(self, output: Output) -> None:
-        self._output = output
-        self.descriptor = -1
+        self._output, self.descriptor = output, -1
 
-    def place(self, fill: Callable[[int], None]) -> None:
-        """Open the file. If it does not exist, create it atomically: `fill` writes the content, given a descriptor."""
+    def place(self, fill: Callable[[int], None], overwrite: bool) -> None:
+        """Open the file. If it does not exist, create it atomically: `fill` writes the content, given a descriptor.
+
+        Without `overwrite`, raise IncompletePackError if another run has finished the output meanwhile.
+        """
         output = self._output
         if not output.partial.exists():
             new = _create(output.new, output.old_status())
@@ -467,6 +469,9 @@ class PartFile:
                 os.close(new)
                 output.new.unlink()
             sync_path(output.partial.parent)
+            if output.final.exists() and not overwrite:
+                output.partial.unlink(missing_ok=True)
+                raise finished_by_others(output.partial)
         self.descriptor = os.open(output.partial, os.O_RDWR | os.O_CLOEXEC)
 
     def require_current(self) -> None:
@@ -474,8 +479,7 @@ class PartFile:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self.descriptor), os.stat(self._output.partial)):
                 return
-        problem = "was removed, replaced or finished by another run; run this part again if the output is not complete"
-        raise IncompletePackError.at(self._output.partial, problem)
+        raise finished_by_others(self._output.partial)
 
     def close(self) -> None:
         """Close the file."""

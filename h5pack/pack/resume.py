@@ -131,7 +131,9 @@ class UnfinishedPack(Unfinished):
         # Compute the addresses also when resuming, because a kill may have damaged the metadata of `partial`.
         self.addresses = write_structure(output.structure, self.structure, plan.stored_rows(plan.rows), None)
         if isinstance(self.lock, PartFile):
-            self.lock.place(lambda new: copy_structure(output.structure, new, self.addresses, self.structure))
+            self.lock.place(
+                lambda new: copy_structure(output.structure, new, self.addresses, self.structure), self.overwrite
+            )
             output.structure.unlink(missing_ok=True)
         elif self._resumes and not self._encodes:
             output.structure.unlink()

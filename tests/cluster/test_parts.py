@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import pkgutil
 import random
 import shutil
 import signal
@@ -223,6 +224,26 @@ def test_a_part_whose_output_another_run_finishes_during_the_survey_is_one_error
         write(source, out, {}, "1/2")
     write(source, out, {}, "1/2")
     require_finish(source, out, {})
+
+
+@pytest.mark.parametrize("name", ["pack.conversion.PartsFolder.agree", "pack.resume.write_structure"])
+def test_a_part_that_begins_files_of_a_finished_output_removes_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5"
+    function = pkgutil.resolve_name(f"h5pack.{name}")
+
+    def finish_first(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        write(source, out, {}, "1/2", "2/2")
+        h5pack.convert(source, out, num_workers=1, finish=True)
+        return function(*arguments)
+
+    monkeypatch.setattr(f"h5pack.{name}", finish_first)
+    with pytest.raises(IncompletePackError):
+        write(source, out, {}, "1/2")
+    assert not list(tmp_path.glob("o.h5.partial*"))
+    assert h5pack.convert(source, out, num_workers=1, part="1/2").already_complete
 
 
 def test_parts_must_agree(tmp_path: Path) -> None:
