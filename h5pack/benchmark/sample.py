@@ -36,7 +36,7 @@ from h5pack.inspect.info import describe_dataset
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import ConvertReport
 from h5pack.read.encoded import EncodedIndex
-from h5pack.read.hdf5 import find_item, open_file, require_dataset
+from h5pack.read.hdf5 import find_item, open_file, reporting_damage, require_dataset
 from h5pack.sources.detect import open_source
 from h5pack.sources.folders import split_rank
 from h5pack.sources.hdf5_catalog import is_hdf5, packing_options
@@ -180,7 +180,7 @@ def _hdf5_input(path: str, options: dict[str, Any], scratch: Path) -> BenchInput
             "and measure that, or measure the folder of the original images"
         )
         raise OptionsError.at(path, problem)
-    with open_file(path) as file:
+    with open_file(path) as file, reporting_damage(path, SourceError):
         stored = describe_dataset(require_dataset(file, dataset.names[0]), options.get("labels"))
         options = {"images": images, **packing_options(file, dataset.names[0], options.get("labels")), **options}
         labels = options.get("labels", schema.LABELS) or None

@@ -124,6 +124,14 @@ def test_an_input_behind_links_is_found(cut: Path, tmp_path: Path) -> None:
     assert (source.num_images, len(source.faults)) == (200, 2)
 
 
+def test_a_name_that_is_not_utf8_is_one_error(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["x"] = np.zeros((40, 8, 8, 3), np.uint8)
+        file[b"\xff"] = 1
+    with pytest.raises(SourceError):
+        find_input(tmp_path / "f.h5", tmp_path, BenchSettings(images="x"))
+
+
 @pytest.mark.parametrize("given", [{}, {"labels": "y"}])
 def test_names_of_classes_as_labels_do_not_stop_a_benchmark(tmp_path: Path, given: dict[str, str]) -> None:
     path = hdf5_file(tmp_path / "f.h5", x=np.zeros((40, 8, 8, 3), np.uint8), y=["cat", "dog"] * 20)
