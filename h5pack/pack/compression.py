@@ -79,6 +79,7 @@ def add_filter(properties: h5py.h5p.PropDCID, compression: Compression) -> None:
 
 def compress_chunk(values: npt.NDArray[Any], compression: Compression) -> bytes:
     """Compress a chunk, (rows, ...), by writing it to an HDF5 file in memory; return the bytes that HDF5 stores."""
+    require_filter(compression)  # A worker that was not forked has not loaded it.
     access = h5py.h5p.create(h5py.h5p.FILE_ACCESS)
     access.set_fapl_core(max(65_536, values.nbytes), False)
     # HDF5 identifies files in memory by name, so each thread needs a name of its own.
@@ -113,7 +114,6 @@ class CompressTask:
 
 def compress_rows(task: CompressTask) -> tuple[int, bytes]:
     """Read a chunk's rows back, check and compress them; return the number of rows and the compressed bytes."""
-    require_filter(task.compression)
     chunk = np.zeros(task.shape, task.dtype)
     rows = chunk[: len(task.checksums)]
     descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)

@@ -31,12 +31,16 @@ def test_the_time_of_later_tasks_is_divided_among_workers(tmp_path: Path, monkey
                     assert seconds == pytest.approx(20 * mean / workers, abs=0.11)
 
 
-@pytest.mark.parametrize(("num_workers", "compression"), [(1, "none"), (2, "gzip")])
-def test_images_are_sampled_in_workers_without_writing(tmp_path: Path, num_workers: int, compression: str) -> None:
+@pytest.mark.parametrize(
+    ("num_workers", "method", "compression"), [(1, None, "none"), (2, None, "gzip"), (2, "spawn", "zstd")]
+)
+def test_images_are_sampled_in_workers_without_writing(
+    tmp_path: Path, num_workers: int, method: str | None, compression: str
+) -> None:
     source = flat_folder(tmp_path / "in", 40, (60, 50))
     for number in range(0, 40, 3):
         truncate(source / f"{number:05d}.jpg")
-    settings = quick(num_workers=num_workers, compression=compression, size=32)
+    settings = quick(num_workers=num_workers, start_method=method, compression=compression, size=32)
     with Conversion(source, tmp_path / "o.h5", **settings) as conversion:
         assert 0 < conversion.estimate_seconds() < 1_000
         assert sorted(index for indices in _samples(conversion.plan()) for index in indices) == list(range(40))
