@@ -163,16 +163,18 @@ def open_dask_executor(client: Any, shared_object: Any, source: str | None, part
     payload = _pickled(shared_object)
     expected = Expectations.here(source, partial)
     try:
-        replies = client.run(problems, expected, on_error="return")
+        with _reporting_lost_scheduler():
+            replies = client.run(problems, expected, on_error="return")
         found = {
             worker: [f"cannot run h5pack ({reply})"] if isinstance(reply, BaseException) else reply
             for worker, reply in replies.items()
-            if reply
+            if reply and not _is_lost(reply)
         }
         if found:
             raise _refusal(found)
         name = f"h5pack-{expected.token}"
-        client.register_plugin(_plugin(expected, payload), name=name)
+        with _reporting_lost_scheduler():
+            client.register_plugin(_plugin(expected, payload), name=name)
         try:
             with DaskExecutor(client, expected) as executor:
                 yield executor
@@ -182,6 +184,21 @@ def open_dask_executor(client: Any, shared_object: Any, source: str | None, part
     finally:
         with contextlib.suppress(OSError):
             os.unlink(expected.probe)
+
+
+@contextlib.contextmanager
+def _reporting_lost_scheduler() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise _lost_scheduler(error) from error
+
+
+def _is_lost(reply: object) -> bool:
+    """Return whether a reply says that the worker was lost. The plugin checks a worker that replaces it."""
+    from distributed.comm import CommClosedError
+
+    return isinstance(reply, CommClosedError)
 
 
 def count_threads(client: Any) -> int:
@@ -299,12 +316,9 @@ class DaskExecutor(ElasticExecutor):
         # The dashboard groups tasks by the part of the key before the token.
         key = f"h5pack-{fn.__name__.strip('_').split('_')[0]}-{self._token}-{self._number}"
         outer: Future[Any] = Future()
-        try:
-            inner = self._client.submit(
-                run_pickled, self._token, pickle.dumps((fn, args)), key=key, pure=False, retries=0
-            )
-        except Exception as error:
-            raise _lost_scheduler(error) from error
+        data = pickle.dumps((fn, args))
+        with _reporting_lost_scheduler():
+            inner = self._client.submit(run_pickled, self._token, data, key=key, pure=False, retries=0)
         self._pending[inner] = outer
         inner.add_done_callback(self._done.put)
         return outer

@@ -22,6 +22,7 @@ import distributed
 import h5py
 import numpy as np
 import pytest
+from distributed.comm import CommClosedError
 from PIL import Image
 
 import h5pack
@@ -352,6 +353,24 @@ def test_a_probe_that_does_not_fit_onto_the_disk_is_removed(tmp_path: Path, monk
     with pytest.raises(OSError):
         Expectations.here(None, tmp_path / "o.h5.partial")
     assert leftovers(tmp_path) == set()
+
+
+@pytest.mark.parametrize("method", ["run", "register_plugin"])
+def test_a_scheduler_that_is_lost_before_the_first_task_is_one_error(tmp_path: Path, method: str) -> None:
+    client = Mock(**{"run.return_value": {}, f"{method}.side_effect": CommClosedError()})
+    with (
+        pytest.raises(WorkerError, match="scheduler"),
+        dask_client.open_dask_executor(client, None, None, tmp_path / "o.h5.partial"),
+    ):
+        pass
+    assert leftovers(tmp_path) == set()
+
+
+def test_a_worker_that_is_lost_while_it_is_checked_is_no_error(tmp_path: Path) -> None:
+    client = Mock(status="running", **{"run.return_value": {"tcp://lost": CommClosedError(), "tcp://b": []}})
+    with dask_client.open_dask_executor(client, None, None, tmp_path / "o.h5.partial"):
+        pass
+    assert client.register_plugin.call_count == 1
 
 
 def test_a_worker_that_joins_later_is_checked(tmp_path: Path) -> None:
