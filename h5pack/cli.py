@@ -94,6 +94,14 @@ def _option_hint(name: str, known: Sequence[str]) -> str:
     return f" (did you mean {found[0]}?)" if found else ""
 
 
+class _Interrupted(KeyboardInterrupt):
+    """Raised on SIGINT.
+
+    After a plain KeyboardInterrupt that passes through ``exec``, as in a dataclass decorator, ``python -m h5pack`` ends
+    by SIGINT instead of the exit status, even if the exception was caught.
+    """
+
+
 class _Terminated(KeyboardInterrupt):
     """Raised on SIGTERM, which is handled like Ctrl-C: workers are stopped, and output that can be resumed is kept."""
 
@@ -199,7 +207,7 @@ def _joined(argv: Sequence[str]) -> list[str]:
 
 
 class _SignalHandler:
-    """Raises KeyboardInterrupt on SIGINT, and `_Terminated` on SIGTERM. Then ignores signals for `_REPEAT_SECONDS`.
+    """Raises `_Interrupted` on SIGINT, and `_Terminated` on SIGTERM. Then ignores signals for `_REPEAT_SECONDS`.
 
     Programs that forward a signal often send it twice: to the process and to its process group. A second exception
     would interrupt the cleanup after the first one: `h5pack join` has hung because a lock of `concurrent.futures` was
@@ -235,7 +243,7 @@ class _SignalHandler:
         now = time.monotonic()
         if now - self._last_time > _REPEAT_SECONDS:
             self._last_time = now
-            self.exception = _Terminated if number == signal.SIGTERM else KeyboardInterrupt
+            self.exception = _Terminated if number == signal.SIGTERM else _Interrupted
             raise self.exception
 
     def resend(self, previous_hook: Callable[[Any], object], unraisable: Any) -> None:

@@ -434,6 +434,24 @@ def test_a_dropped_signal_is_not_reported_as_the_error_that_it_caused(
     assert not later
 
 
+def test_a_signal_in_exec_ends_a_module_with_the_exit_status(tmp_path: Path) -> None:
+    (tmp_path / "command.py").write_text("""
+import signal, sys
+from unittest.mock import patch
+from h5pack import cli
+
+def work(*_, **__):
+    exec("signal.raise_signal(signal.SIGINT)")
+
+with patch("h5pack.inspect.info.info", work):
+    sys.exit(cli.main(["info", "x"]))
+""")
+    paths = os.pathsep.join((str(tmp_path), str(Path(__file__).parents[1])))
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run([sys.executable, "-m", "command"], env=environment, capture_output=True)
+    assert done.returncode == 130, done.stderr
+
+
 def test_a_signal_while_handlers_are_restored_is_not_raised(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
