@@ -41,11 +41,12 @@ class Compression:
 
 def parse_compression(text: str) -> Compression | None:
     """Parse a value of `compression`, such as gzip, zstd:7 or bitshuffle-lz4; return None for "none"."""
-    if text == NONE:
+    method = text if isinstance(text, str) else ""
+    if method == NONE:
         return None
-    if text == "bitshuffle-lz4":
-        return Compression(text, COMPRESSION_FILTERS[text], _BITSHUFFLE_LZ4)
-    match = re.fullmatch(r"(gzip|zstd)(?::([1-9][0-9]?))?", text) if isinstance(text, str) else None
+    if method == "bitshuffle-lz4":
+        return Compression(method, COMPRESSION_FILTERS[method], _BITSHUFFLE_LZ4)
+    match = re.fullmatch(r"(gzip|zstd)(?::([1-9][0-9]?))?", method)
     if match is not None:
         default, maximum = _LEVELS[match[1]]
         level = int(match[2]) if match[2] else default
