@@ -161,7 +161,7 @@ def map_style_catalog(dataset: MapStyleDataset, fields: ManifestColumns | None =
     """Return the catalog of a map-style dataset. Labels, and fields other than masks, are added after the survey."""
     fields = fields or ManifestColumns()
     require_field_names(f"the {type(dataset).__name__}", fields.all_fields)
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if not (_has_length(dataset) and hasattr(dataset, "__getitem__")):
         raise SourceError(
             f"the source is of type {type(dataset).__name__}; give a path, or a map-style dataset with __len__ and "
             "__getitem__"
@@ -251,6 +251,13 @@ class _Known:
     classes: tuple[str, ...] | None = None  # names of the classes, or of the columns of labels
     splits: tuple[tuple[str, ...], npt.NDArray[np.int32]] | None = None  # as `split_names` and `split_ids` of a catalog
     notes: tuple[Note, ...] = ()
+
+
+def _has_length(dataset: Any) -> bool:
+    try:
+        return len(dataset) >= 0
+    except TypeError:  # Arrays and tensors without axes have the method, but no length.
+        return False
 
 
 def _known(dataset: Any) -> _Known:

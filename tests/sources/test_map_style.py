@@ -164,6 +164,12 @@ def test_the_catalog_reads_no_sample() -> None:
     assert len(map_style_catalog(Made(0, Mock(), samples=()))) == 0
 
 
+@pytest.mark.parametrize("source", [7, {1, 2}, iter("ab"), np.array(7), torch.tensor(7)])
+def test_objects_without_length_or_items_are_refused(source: Any) -> None:
+    with pytest.raises(SourceError):
+        map_style_catalog(source)
+
+
 class Folder:
     """A dataset like torchvision's ImageFolder."""
 
