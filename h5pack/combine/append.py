@@ -182,7 +182,8 @@ def _require_options(old: Part, options: dict[str, Any], split: str | None) -> N
     reasons |= dict.fromkeys(("part", "finish", "client"), several)
     reasons["val_groups"] = "it would ignore the groups of the pack's images; define the splits in the source"
     if split is not None and options.get("val") is not None:
-        reasons["val"] = "split already puts all new images into one split; leave out one of the two parameters"
+        problem = "val and split cannot be combined, because both choose splits of new images; give only one of them"
+        raise OptionsError.at(old.path, problem, "val", "split")
     for name, reason in reasons.items():
         if name in options:
             text = f"{old.path}: {name} cannot be given, because {reason}"

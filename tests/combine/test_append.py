@@ -236,7 +236,6 @@ def test_images_that_do_not_fit(tmp_path: Path) -> None:
         (class_folders(tmp_path / "more", {"Y": 3}), SourceError, {}), (tmp_path / "none", SourceError, {}),
         (tmp_path / "large", OptionsError, {"size": 30}), (tmp_path / "large", OptionsError, {"chunk_rows": 3}),
         (tmp_path / "large", OptionsError, {"part": (1, 2)}), (tmp_path / "large", OptionsError, {"finish": True}),
-        (tmp_path / "large", OptionsError, {"split": "all", "val": 0.5}),
     ):  # fmt: skip
         with pytest.raises(kind):
             h5pack.append(tmp_path / "o.h5", other, **quick(**settings))
@@ -244,6 +243,9 @@ def test_images_that_do_not_fit(tmp_path: Path) -> None:
         assert not [name for name in leftovers(tmp_path) if name.startswith("o.h5.")]
     with pytest.raises(SourceError, match=r"has labels of the kind classes, but .* has none"):
         h5pack.append(tmp_path / "o.h5", tmp_path / "flat", **quick())
+    with pytest.raises(OptionsError) as refused:
+        h5pack.append(tmp_path / "o.h5", tmp_path / "large", split="all", **quick(val=0.5))
+    assert refused.value.parameters == ("val", "split")
     with pytest.raises(OptionsError, match="append writes all new images to one file"):
         h5pack.append(tmp_path / "o.h5", tmp_path / "large", **quick(shard_bytes="1MB"))
     # Images of a source without splits go into the only split.
