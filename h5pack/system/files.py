@@ -254,12 +254,13 @@ def file_system_type(path: str | int | os.PathLike[str]) -> str | None:
     """Return the type, such as ext4, of the file system of a path or a descriptor; None if /proc does not list it."""
     try:
         device = os.stat(path).st_dev
-        number = f"{os.major(device)}:{os.minor(device)}"
-        with open("/proc/self/mountinfo") as mounts:
+        number = b"%d:%d" % (os.major(device), os.minor(device))
+        # Paths in other lines may be undecodable, or contain spaces that only `str.split` knows.
+        with open("/proc/self/mountinfo", "rb") as mounts:
             for line in mounts:
                 fields = line.split()
                 if fields[2] == number:
-                    return fields[fields.index("-") + 1]
+                    return fields[fields.index(b"-") + 1].decode()
     except (OSError, ValueError, IndexError):
         pass
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import io
 import mmap
 import os
 import sys
@@ -208,6 +209,20 @@ def test_the_file_system_is_that_of_the_mount() -> None:
     types = {fields[4]: fields[fields.index("-") + 1] for fields in mounts}
     assert file_system_type("/proc") == types["/proc"] == "proc"
     assert file_system_type("/nowhere/at/all") is None
+
+
+def test_mounts_may_have_names_of_any_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = os.stat(tmp_path).st_dev
+    number = b"%d:%d" % (os.major(device), os.minor(device))
+    spaces = "/a\xa0-\xa0b".encode()
+    mounts = b"1 0 0:0 / /\xff rw - nfs none rw\n2 0 " + number + b" / " + spaces + b" rw shared:1 - xfs none rw\n"
+
+    def opened(path: str, mode: str = "r") -> Any:
+        stream = io.BytesIO(mounts)
+        return stream if "b" in mode else io.TextIOWrapper(stream, "utf-8")
+
+    monkeypatch.setattr(files, "open", opened, raising=False)
+    assert file_system_type(tmp_path) == "xfs"
 
 
 def test_a_missing_or_closed_folder_is_no_place_for_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
