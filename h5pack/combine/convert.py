@@ -22,7 +22,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
 from h5pack.combine.combination import Combination
@@ -401,7 +400,7 @@ class ShardedConversion(Conversion):
     def _rename(self, lock: OutputLock, overwrite: bool) -> tuple[int, int]:
         """Give the shards and the virtual file their final names; return the numbers of images and of rejects."""
         output, shards = self.output, finish.shards_of(self.output.partial, self.output.final)
-        with h5py.File(output.partial, "r", locking=False) as file:
+        with finish.open_unlocked(output.partial) as file:
             images, rejects = len(file[schema.FILENAMES]), rejects_of(file)
         # Move an old virtual file away first. Otherwise, it would refer to a mixture of old and new shards meanwhile.
         if output.final.exists() and overwrite:

@@ -5,6 +5,7 @@ Each step can be repeated after a kill.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import itertools
@@ -234,7 +235,7 @@ def require_sound(
     if compression is not None:
         require_filter(compression)
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with open_unlocked(path) as file:
             sound = int(file.attrs[schema.COMPLETE]) == 1 and all(
                 _is_sound_dataset(file, one, None if addresses is None else addresses[number])
                 for number, one in enumerate(expected)
@@ -265,10 +266,20 @@ def _is_sound_dataset(file: h5py.File, expected: Expected, addresses: npt.NDArra
     )
 
 
+@contextlib.contextmanager
+def open_unlocked(path: Path) -> Iterator[h5py.File]:
+    """Open an HDF5 file without HDF5's file lock, which would conflict with the `OutputLock` of this process.
+
+    If HDF5_USE_FILE_LOCKING is TRUE in the environment, HDF5 ignores ``locking=False`` when it opens a file by name.
+    """
+    with open(path, "rb") as stream, h5py.File(stream, "r") as file:
+        yield file
+
+
 def is_complete(path: Path) -> bool:
     """Return whether ``OUT.partial``, at `path`, is complete. If so, a compressed or virtual file is only renamed."""
     try:
-        with h5py.File(path, "r", locking=False) as file:
+        with open_unlocked(path) as file:
             return int(file.attrs[schema.COMPLETE]) == 1
     except (OSError, RuntimeError, KeyError, ValueError):
         # A kill may have left a file that HDF5 cannot read.
@@ -281,7 +292,7 @@ def shards_of(file: Path, out: Path) -> set[Path]:
     The set is empty if the file has no shards or does not exist.
     """
     try:
-        with h5py.File(file, "r", locking=False) as opened:
+        with open_unlocked(file) as opened:
             images = opened.get(schema.IMAGES, opened.get(schema.ENCODED_DATA))
             if "shard_bytes" not in stored_options(opened) or images is None or not images.is_virtual:
                 return set()

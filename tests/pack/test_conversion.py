@@ -7,6 +7,8 @@ import errno
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -759,6 +761,18 @@ def test_the_same_content_makes_the_same_bytes_at_any_time(tmp_path: Path) -> No
     # HDF5 counts time in seconds.
     wait_for(lambda: int(time.time()) > second)
     assert [file(False), file(True)] == before
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_file_locks_of_hdf5_do_not_conflict_with_the_lock_of_the_output(tmp_path: Path, shards: bool) -> None:
+    source = flat_folder(tmp_path / "in", 20)
+    settings = quick(chunk_rows=4, shard_bytes=1_090_000 if shards else None)
+    h5pack.convert(source, tmp_path / "o.h5", **settings)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.h5")}
+    arguments = repr((str(source), str(tmp_path / "o.h5")))
+    code = f"import h5pack; h5pack.convert(*{arguments}, **{settings}, overwrite=True)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "HDF5_USE_FILE_LOCKING": "TRUE"})
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.h5")} == before
 
 
 def test_resume_of_a_finished_output_only_checks_it(tmp_path: Path) -> None:
