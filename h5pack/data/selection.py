@@ -25,10 +25,12 @@ from h5pack.order.window import OrderPlan
 from h5pack.read.engine import Engine
 from h5pack.system.arrays import row_array
 from h5pack.system.parameters import flags, invalid, launched_number, whole_number
-from h5pack.system.text import error_line
+from h5pack.system.text import error_line, short_repr
 
 _BLOCK_ROWS = 1 << 16
 _DIGEST_ROWS = 64
+# The plan of a batch takes time and memory in proportion to the number of streams.
+_MAX_STREAMS = 1 << 20
 
 
 def select_draws(
@@ -45,8 +47,8 @@ def select_draws(
     if weights is None:
         if num_samples is not None:
             raise OptionsError(
-                f"num_samples is {num_samples!r}, but without weights each row is drawn once; give weights, or omit "
-                "num_samples",
+                f"num_samples is {short_repr(num_samples)}, but without weights each row is drawn once; give weights, "
+                "or omit num_samples",
                 parameters=("num_samples", "weights"),
             )
         return base, row_set
@@ -269,8 +271,9 @@ def plan_order(
     `drop_last` leaves out only the rows that do not divide evenly among the streams.
     """
     rank, num_replicas = resolve_ranks(*ranks)
-    lanes, (drop_last,) = whole_number("lanes", lanes, 1), flags(drop_last=drop_last)
-    own_streams = 1 if streams is None else max(1, whole_number("streams", streams, 1) // num_replicas)
+    lanes, (drop_last,) = whole_number("lanes", lanes, 1, _MAX_STREAMS), flags(drop_last=drop_last)
+    streams = None if streams is None else whole_number("streams", streams, 1, _MAX_STREAMS)
+    own_streams = 1 if streams is None else max(1, streams // num_replicas)
     if isinstance(shuffle, (bool, np.bool_)):
         shuffle = "window" if shuffle else False
     return OrderPlan(

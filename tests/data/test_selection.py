@@ -113,13 +113,17 @@ def test_datasets_without_chunks(wrong: Any) -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"rank": "0", "num_replicas": "2"}, {"rank": 0, "num_replicas": 2.0}, {"streams": "8"}, {"lanes": "2"}],
+    [
+        *({"rank": "0", "num_replicas": "2"}, {"rank": 0, "num_replicas": 2.0}, {"streams": "8"}, {"lanes": "2"}),
+        *({"streams": 2**40}, {"lanes": 2**40}, {"num_samples": np.ones((2, 2))}),
+    ],
     ids=repr,
 )
-def test_numbers_of_the_wrong_type_are_refused(dataset: h5pack.H5Dataset, wrong: dict[str, Any]) -> None:
+def test_wrong_numbers_are_refused_in_one_line(dataset: h5pack.H5Dataset, wrong: dict[str, Any]) -> None:
     for make in (h5pack.ChunkBatchSampler, h5pack.H5Loader):
-        with pytest.raises(OptionsError):
-            make(dataset, 4, **wrong)
+        with pytest.raises(OptionsError) as caught:
+            make(dataset, 2**40, **wrong)
+        assert "\n" not in str(caught.value)
     if "lanes" not in wrong:
         with pytest.raises(OptionsError):
             h5pack.ChunkSampler(dataset, **wrong)
