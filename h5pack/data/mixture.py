@@ -20,6 +20,7 @@ from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState
 from h5pack.order.mixture import BLOCK_ROWS, Mixture, MixturePlan
 from h5pack.order.permutation import derive_key
+from h5pack.order.weights import MAX_SAMPLES
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
 from h5pack.system.parameters import flags, real_number, whole_number
 
@@ -87,7 +88,9 @@ class MixtureSampler(BatchOrder):
         for pack, rows in zip(dataset.datasets, packs, strict=True):
             if not rows.count:
                 raise OptionsError.at(pack.path, "the dataset has no rows; leave it out of the mixture")
-        # This plan validates the parameters. Each pack gets a copy of it with its own rows and seed, for all ranks.
+        num_samples = whole_number("num_samples", len(dataset) if num_samples is None else num_samples, 1, MAX_SAMPLES)
+        batch_size = whole_number("batch_size", batch_size, 1, MAX_SAMPLES)
+        # This plan validates the others. Each pack gets a copy of it with its own rows and seed, for all ranks.
         plan = plan_order(packs[0], batch_size, shuffle, seed, window, False, ranks=(rank, num_replicas))
         whole = replace(plan, batch_size=BLOCK_ROWS, rank=0, num_replicas=1, streams=1)
         plans = tuple(replace(whole, rows=rows, seed=derive_key(plan.seed, n)) for n, rows in enumerate(packs))
@@ -101,7 +104,7 @@ class MixtureSampler(BatchOrder):
             counts=tuple(_weight_counts(weights, plans)),
             starts=dataset.offsets[:-1],
             global_batch=plan.batch_size * plan.num_replicas,
-            num_samples=whole_number("num_samples", len(dataset) if num_samples is None else num_samples, 1),
+            num_samples=num_samples,
             drop_last=flags(drop_last=drop_last)[0],
         )
         self.dataset, self.drop_last, self.num_samples = dataset, drop_last, self.mixture.num_samples

@@ -226,7 +226,7 @@ def test_resuming_at_every_batch(mixed: ConcatPack) -> None:
     [
         *({"weights": weights} for weights in ([1, 2], [1, 0, 1], [1, 1, float("nan")], [1, 1, 1e-9], ["a", 1, 1], 3)),
         *({"num_samples": 0}, {"batch_size": 0}, {"window": 0}, {"seed": None}, {"shuffle": "rows"}),
-        {"rank": 2, "num_replicas": 2},
+        *({"num_samples": 2**63}, {"batch_size": 2**63}, {"rank": 2, "num_replicas": 2}),
     ],
     ids=str,
 )
