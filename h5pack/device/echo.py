@@ -83,7 +83,8 @@ class EchoLoader(LoaderWrapper):
     def __init__(self, loader: Any, factor: float | str = 2, *, max_factor: int = 8) -> None:
         super().__init__(loader)
         self.max_factor = whole_number("max_factor", max_factor, 1)
-        self.factor: Fraction | str = _AUTO if factor == _AUTO else _to_fraction(factor, self.max_factor)
+        is_auto = isinstance(factor, str) and factor == _AUTO
+        self.factor: Fraction | str = _AUTO if is_auto else _to_fraction(factor, self.max_factor)
         self._require_one_rank()
         # The state of the current iteration, or of the last iteration if none is running.
         self._state = EchoState()

@@ -148,7 +148,7 @@ class Normalize:
             ("channels", channels, ("last", "first", None)),
             ("backend", backend, ("auto", "torch", "triton")),
         ):
-            if value not in known:
+            if isinstance(value, np.ndarray) or value not in known:
                 raise invalid(name, value, f"give one of {', '.join(map(repr, known))}")
         largest = max(max(mean, 1 - mean) / std for mean, std in zip(self.mean, self.std, strict=True))
         if not largest <= torch.finfo(dtype).max:

@@ -244,7 +244,8 @@ def checked_statistics(
 def stored_statistics(dataset: Any) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and standard deviation that a dataset's file stores; raise OptionsError if it has none."""
     mean, std = getattr(dataset, "mean", None), getattr(dataset, "std", None)
-    if mean is None or std is None:
+    # Arrays and tensors have methods of these names.
+    if mean is None or std is None or callable(mean):
         where = getattr(dataset, "path", f"a {type(dataset).__name__}")
         raise OptionsError(
             f"{where}: the dataset has no mean and std; give them to Normalize ('h5pack info FILE --stats' and "

@@ -467,7 +467,7 @@ def test_datasets_without_statistics_or_with_different_ones_are_refused(tmp_path
     one = h5pack.H5Dataset(packs.converted(tmp_path))
     other = copy.copy(one)
     other.mean = one.mean / 2
-    for wrong in (None, [1], ConcatPack([one, other])):
+    for wrong in (None, [1], np.ones(2), ConcatPack([one, other])):
         with pytest.raises(OptionsError):
             Normalize.from_dataset(wrong)
 
@@ -487,6 +487,7 @@ def test_datasets_without_statistics_or_with_different_ones_are_refused(tmp_path
         *(({"std": (value,)}, ("std",)) for value in (0.0, -1.0, float("nan"))),
         ({"std": (1e-5,), "dtype": torch.float16}, ("std",)),
         *(({name: "other"}, (f"{name}='other'",)) for name in ("dtype", "layout", "channels", "backend")),
+        *(({name: np.ones(2)}, (f"{name}=array([1., 1.])",)) for name in ("dtype", "layout", "channels", "backend")),
         *(({name: value}, (f"{name}={value}",)) for name, value in (("flip", 2), ("crop", True))),
         *(({"seed": value}, (f"seed={value}",)) for value in (-1, 1.5, None)),
         *(({"fields": value}, (f"fields={value!r}",)) for value in ("mask", 5, ["masks"])),
