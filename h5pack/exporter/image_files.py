@@ -191,7 +191,7 @@ def export_rows(task: ExportTask) -> ExportResults:
     results = ExportResults(len(task.paths))
     work.reader.begin(task.indices.tolist())
     with strict_pillow():
-        decoder = RowDecoder() if work.reader.form is None else None
+        decoder = RowDecoder(quiet=True) if work.reader.form is None else None
         for index, names in zip(task.indices.tolist(), task.paths, strict=True):
             path, *masks = paths = [f"{work.folder}/{name}" for name in names]
             own = ExportResults()

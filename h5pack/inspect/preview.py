@@ -264,7 +264,7 @@ def _read(
     reader, pictures, errors = source.reader, {}, {}
     reader.begin(list(index_of.values()))
     with strict_pillow():
-        decoder = RowDecoder()
+        decoder = RowDecoder(quiet=True)
         for row, index in index_of.items():
             try:
                 data = reader.read(index, "")

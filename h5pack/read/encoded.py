@@ -51,13 +51,16 @@ FileRow = Callable[[int], tuple[str, int]]
 
 
 class RowDecoder(Decoder):
-    """Decodes images to upright RGB, without resizing them and without changing settings of Pillow."""
+    """Decodes images to upright RGB, without resizing them and without changing settings of Pillow.
 
-    def __init__(self) -> None:
+    `quiet` is as for `Decoder`.
+    """
+
+    def __init__(self, quiet: bool = False) -> None:
         # Load Pillow's plugins before any thread decodes. Otherwise, Image.open in one thread might not recognize a
         # format while another thread is still loading the plugins.
         Image.init()
-        super().__init__(PixelOptions(0, 0))
+        super().__init__(PixelOptions(0, 0), quiet)
 
     def header(self, data: bytes) -> ImageHeader:
         """Return an image's header, with its upright size.

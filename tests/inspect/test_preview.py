@@ -33,7 +33,7 @@ from h5pack.inspect.preview import PreviewReport, _beside, preview, scaled
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from tests.makers import flat_folder, hdf5_file, pair_folders, pixels, quick, save, split_folders
 from tests.pack.test_convert_hdf5 import LABELS, PIXELS, ROWS, STORED, write
-from tests.read.encoded_files import jpegs, write_encoded
+from tests.read.encoded_files import encode, jpegs, write_encoded
 
 # The longer side of the tests' images, so that the sheet shows their very pixels.
 EXACT = 24
@@ -240,6 +240,16 @@ def test_damaged_rows_are_crossed_out_and_reported(tmp_path: Path, capsys: pytes
     assert alarms[1] == 0
     assert cli.main(["preview", str(tmp_path / "f.h5"), str(tmp_path / "o.png")]) == 1
     assert "row 2 (images/00000002): truncated" in capsys.readouterr().err
+
+
+def test_messages_of_libtiff_become_reasons(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    data = encode(np.arange(3072, dtype=np.uint8).reshape(32, 32, 3), "TIFF", compression="jpeg")
+    source = write_encoded(tmp_path / "f.h5", [data, data.replace(b"\xff\xd8", b"\xff\xd9")])
+    shown = preview(source).damaged
+    assert [row.row for row in shown] == [1]
+    assert "libtiff" in shown[0].reason
+    h5pack.export(source, tmp_path / "out", num_workers=1)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_file_without_showable_rows_is_an_error(tmp_path: Path) -> None:
