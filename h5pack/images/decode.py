@@ -20,6 +20,7 @@ import contextlib
 import errno
 import functools
 import io
+import logging
 import os
 import re
 import threading
@@ -134,12 +135,16 @@ os.register_at_fork(before=_strict_lock.acquire, after_in_parent=_release, after
 def _strict_process() -> Iterator[None]:
     limit, truncated = Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES
     Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = None, False
+    # If a program has no handler, Python writes what Pillow logs about damaged files to standard error.
+    logger, handler = logging.getLogger("PIL"), logging.NullHandler()
+    logger.addHandler(handler)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
         Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES = limit, truncated
+        logger.removeHandler(handler)
 
 
 def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int) -> ImageHeader:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import random
 import re
@@ -17,7 +18,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError, features
+from PIL import Image, ImageFile, ImageOps, TiffImagePlugin, UnidentifiedImageError, features
 
 from h5pack.errors import RejectedImageError
 from h5pack.images import decode
@@ -483,6 +484,19 @@ def test_progressive_jpegs_of_thousands_of_scans_are_refused(exif: bytes) -> Non
         with pytest.raises(RejectedImageError) if count > 10 else contextlib.nullcontext():
             decoder.decode(data[:first] + count * scan + data[first:], header.decode_path, out)
     assert not out.any()
+
+
+def test_what_pillow_logs_is_not_written_to_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = encode(np.zeros((8, 8, 3), np.uint8), "TIFF")
+    samples, too_many = (struct.pack("<HHIH", TiffImagePlugin.SAMPLESPERPIXEL, 3, 1, count) for count in (3, 128))
+    assert samples in data
+    with monkeypatch.context() as patch:
+        patch.setattr(logging.getLogger(), "handlers", [])
+        with pytest.raises(RejectedImageError):
+            header_of(data.replace(samples, too_many))
+    assert capsys.readouterr().err == ""
 
 
 def test_messages_of_libtiff_become_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
