@@ -395,7 +395,8 @@ class Conversion:
         assert isinstance(pack.lock, PartFile)
         (number, count), plan = self.options.part, pack.plan
         rows = pack.part_rows(number, count)
-        results = self._earlier_results(pack, check=True, rows=rows)
+        # Once every row is written, the process that finishes may be moving rows, or was killed while it did.
+        results = self._earlier_results(pack, check=pack.journal.written() is None, rows=rows)
         missing = rows[~results.settled[rows]]
         self._require_unchanged(pack, plan.catalog.reader.changing(np.sort(plan.row_order.origins[missing])))
         try:

@@ -53,7 +53,7 @@ from h5pack.sources.map_style import MapStyleReader
 from h5pack.system.processes import SerialExecutor, run
 from tests.cluster.datasets import Pictures
 from tests.cluster.test_dask_client import archive, compressed, folder, hdf5, kept_files, masks
-from tests.crashing import convert_in_child, distinct_steps, interrupt, leftovers, wait_for
+from tests.crashing import convert_in_child, convert_until, distinct_steps, interrupt, leftovers, wait_for
 from tests.makers import flat_folder, save, tar_file
 
 pytestmark = pytest.mark.usefixtures("impatient")
@@ -422,6 +422,17 @@ def test_a_part_that_begins_to_write_while_rows_move_changes_nothing(
     h5pack.convert(source, out, num_workers=1, finish=True, **options)
     assert out.read_bytes() == expected
     assert codes == [7]
+
+
+def test_parts_that_run_again_after_finishing_was_interrupted_have_nothing_to_do(tmp_path: Path) -> None:
+    source, options = folder(tmp_path)
+    options |= {"order": "sorted"}
+    write(source, tmp_path / "o.h5", options, "1/2", "2/2")
+    convert_until("h5pack.pack.finish.make_tables", source, tmp_path / "o.h5", {**options, "finish": True})
+    for part in ("1/2", "2/2"):
+        report = h5pack.convert(source, tmp_path / "o.h5", num_workers=1, part=part, **options)
+        assert report.resumed_rows == report.images
+    require_finish(source, tmp_path / "o.h5", options)
 
 
 def test_a_writer_that_comes_back_while_others_write_changes_nothing(tmp_path: Path) -> None:
