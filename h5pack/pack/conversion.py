@@ -272,6 +272,7 @@ class Conversion:
         written = pack.journal.written()
         rows_moved_before = written is not None
         if written is None:
+            pack.journal.discard_written()
             # Rows of parts need no check, because they were flushed before they were journaled.
             check = not self.options.finish or pack.journal.has_unflushed_rows()
             results = self._earlier_results(pack, check=check)
@@ -355,13 +356,14 @@ class Conversion:
 
     def _write(self, pack: UnfinishedPack, results: RowResults) -> RowRecord:
         """Write the rows that are missing in `results`, then record durably that every row is written or rejected."""
-        pack.journal.discard_written()
         self._write_rows(pack, np.flatnonzero(~results.settled), results)
         written = results.record()
         if not written.packed.any():
             raise NoRowsError(pack.plan, pack.plan.all_rejects(written.reasons))
         # Flush the rows before saving the record, so that a power cut cannot leave a record of rows that are missing.
         os.fsync(pack.lock.descriptor)
+        # Another process that took over still writes rows. Its writers would stop if there were a record.
+        pack.own_lock.confirm()
         pack.journal.save_written(written)
         return written
 

@@ -656,6 +656,33 @@ def test_a_process_that_lost_the_output_neither_moves_rows_nor_publishes_it(
     assert not (tmp_path / "o.h5").exists()
 
 
+def test_a_process_that_lost_the_output_does_not_stop_the_writers_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, options = folder(tmp_path)
+    write(source, tmp_path / "o.h5", options, "1/1")
+    owner = tmp_path / "o.h5.partial.owner"
+    monkeypatch.setattr(conversion.Conversion, "_write_rows", lambda *_: owner.write_text("{}"))
+    with pytest.raises(OutputBusyError):
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, finish=True, **options)
+    assert not (tmp_path / "o.h5.partial.journal/written.bin").exists()
+
+
+def test_parts_run_again_after_a_damaged_record_of_written_rows(tmp_path: Path) -> None:
+    source, options = folder(tmp_path)
+    write(source, tmp_path / "o.h5", options, "1/2", "2/2")
+    convert_until("h5pack.pack.finish.move_rows", source, tmp_path / "o.h5", {**options, "finish": True})
+    journal = tmp_path / "o.h5.partial.journal"
+    (journal / "written.bin").write_bytes(b"damaged")
+    for path in journal.glob("rows-*.log"):
+        path.unlink()
+    with pytest.raises(IncompletePackError) as caught:
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=1, finish=True, **options)
+    assert caught.value.parameters[0] == "part='1/2'"
+    write(source, tmp_path / "o.h5", options, "1/2", "2/2")
+    require_finish(source, tmp_path / "o.h5", options)
+
+
 def test_a_part_killed_before_it_records_the_job_leaves_nothing(tmp_path: Path) -> None:
     source, out = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5"
     convert_in_child(source, out, {"num_workers": 1, "part": "1/2"}, 1)
