@@ -175,13 +175,15 @@ class Conversion:
         Dask cluster. In an array job, the results of the survey are always saved, because all parts share them.
         """
         if self._plan is None:
+            begin = time.perf_counter()
+            catalog = self.catalog  # Errors of listing the source do not concern the output.
             with self._reporting_disk_errors(self.output):
-                self._plan = self._make_plan(resumable)
+                self._plan = self._make_plan(catalog, resumable)
+            self._seconds["survey"] = time.perf_counter() - begin
         return self._plan
 
-    def _make_plan(self, resumable: bool) -> ConvertPlan:
-        begin = time.perf_counter()
-        options, catalog = self.options, self.catalog
+    def _make_plan(self, catalog: Catalog, resumable: bool) -> ConvertPlan:
+        options = self.options
         if options.in_array_job:
             count = self._parts.count if options.part is None else options.part[1]
             begins = self._parts.agree(count, options.content(), catalog)
@@ -203,9 +205,7 @@ class Conversion:
             surveyed = survey(catalog, self._sharing("survey"), 2 * self.num_workers, options, advance, journal)
         catalog = with_size_note(with_placed_fields(catalog, surveyed, options), surveyed, options)
         make = make_plan if options.keep is None else make_kept_plan
-        plan = make(_source_name(self._source), catalog, surveyed, options)
-        self._seconds["survey"] = time.perf_counter() - begin
-        return plan
+        return make(_source_name(self._source), catalog, surveyed, options)
 
     def _reporting_disk_errors(self, output: Output) -> contextlib.AbstractContextManager[None]:
         resume = ("resume=True",) if not self.options.in_array_job else ()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import h5py
 import numpy as np
@@ -325,6 +326,14 @@ def test_a_run_that_was_interrupted_while_another_one_surveyed_is_kept(
     assert caught.value.path == str(tmp_path / "o.h5.partial")
     monkeypatch.undo()
     assert h5pack.convert(source, out, **quick(chunk_rows=2, resume=True)).resumed_rows == 4
+
+
+def test_errors_of_listing_the_source_are_not_reported_as_errors_of_the_output(tmp_path: Path) -> None:
+    failure = OSError(errno.EIO, "Input/output error")
+    source = MagicMock(spec=["__len__", "__getitem__"], **{"__len__.side_effect": failure})
+    with pytest.raises(OSError) as caught:
+        h5pack.convert(source, tmp_path / "o.h5", num_workers=1)
+    assert caught.value is failure
 
 
 def test_an_output_completed_during_the_survey_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
