@@ -213,12 +213,12 @@ class _SignalHandler:
     would interrupt the cleanup after the first one: `h5pack join` has hung because a lock of `concurrent.futures` was
     never released.
 
-    A process that was just forked inherits this handler, and has it until `_start_worker` replaces it. There, SIGINT is
-    ignored and SIGTERM ends the process, as with the later handlers: an exception would print a traceback.
-
     For the same reason, a signal is sent again later if it comes while a method of the standard library acquires or
     releases a lock for a ``with`` statement. An exception would leave the lock locked, and Python would wait for it at
     exit. If the method is still running after about a second, it waits for a lock, and is interrupted.
+
+    A process that was just forked inherits this handler, and has it until `_start_worker` replaces it. There, SIGINT is
+    ignored and SIGTERM ends the process, as with the later handlers: an exception would print a traceback.
     """
 
     def __init__(self) -> None:
@@ -233,18 +233,17 @@ class _SignalHandler:
             if number == signal.SIGTERM:
                 os._exit(143)
             return
+        if time.monotonic() - self._last_time <= _REPEAT_SECONDS:
+            return
         name, module = ("", None) if frame is None else (frame.f_code.co_name, frame.f_globals.get("__name__"))
         at_lock = name in ("__enter__", "__exit__") and module in _LOCK_MODULES
         if at_lock and self._postponed < _MAX_POSTPONED:
             self._postponed += 1
             self._send(number, 0.01)
             return
-        self._postponed = 0
-        now = time.monotonic()
-        if now - self._last_time > _REPEAT_SECONDS:
-            self._last_time = now
-            self.exception = _Terminated if number == signal.SIGTERM else _Interrupted
-            raise self.exception
+        self._postponed, self._last_time = 0, time.monotonic()
+        self.exception = _Terminated if number == signal.SIGTERM else _Interrupted
+        raise self.exception
 
     def resend(self, previous_hook: Callable[[Any], object], unraisable: Any) -> None:
         """Send SIGINT or SIGTERM again if Python dropped the exception that this handler raised.

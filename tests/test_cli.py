@@ -452,21 +452,26 @@ with patch("h5pack.inspect.info.info", work):
     assert done.returncode == 130, done.stderr
 
 
-def test_a_signal_while_handlers_are_restored_is_not_raised(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("at_lock", [False, True])
+def test_a_signal_while_handlers_are_restored_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], at_lock: bool
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+    before, timer = signal.getsignal(signal.SIGTERM), Mock()
     restore = signal.signal
+    lock: Any = SimpleNamespace(acquire=None, release=None, __exit__=lambda *_: None)
+    lock.__enter__ = partial(signal.raise_signal, signal.SIGTERM)
 
     def signaled(number: Any, handler: Any) -> Any:
         if handler is before:
-            signal.raise_signal(signal.SIGTERM)
+            threading.Condition(lock).__enter__() if at_lock else lock.__enter__()
         return restore(number, handler)
 
     monkeypatch.setattr("h5pack.inspect.info.info", Mock(side_effect=errors.H5PackError("an error")))
     monkeypatch.setattr(signal, "signal", signaled)
+    monkeypatch.setattr(threading, "Timer", timer)
     assert run(capsys, "info", "x")[0] == 1
     assert signal.getsignal(signal.SIGTERM) is before
+    assert not timer.called, "the signal would be sent to the restored handler"
 
 
 @pytest.mark.parametrize(("first", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
