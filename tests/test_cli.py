@@ -293,6 +293,7 @@ def test_a_full_standard_output_is_named(tmp_path: Path, unbuffered: str) -> Non
         ("chunk_rows and chunk_bytes", ("chunk_rows", "chunk_bytes"), "--chunk-rows and --chunk-bytes"),
         ("give source_kind='flat'", ("source_kind='flat'",), "give --source flat"),
         ("source='' is invalid", ("source=''",), "SOURCE '' is invalid"),
+        ("name='' is invalid", ("name=''",), "name='' is invalid"),
         ("nothing=1 here", ("nothing=1",), "nothing=1 here"),
         ("another command with again=True", ("again=True",), "another command with --again"),
         ("not packed: 'labels'; give labels", ("labels",), "not packed: 'labels'; give --labels"),

@@ -116,7 +116,9 @@ def _option_text(fragment: str, parser: argparse.ArgumentParser) -> str | None:
     actions = [
         action
         for action in parser._actions
-        if flag in action.option_strings or name in (action.dest, str(action.metavar).lower())
+        if flag in action.option_strings
+        or name == action.dest
+        or (not action.option_strings and name == str(action.metavar).lower())
     ]
     if text:  # For labels='', prefer --no-labels to --labels ''.
         actions.sort(key=lambda action: action.const != value)
