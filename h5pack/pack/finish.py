@@ -271,6 +271,7 @@ def open_unlocked(path: Path) -> Iterator[h5py.File]:
     """Open an HDF5 file without HDF5's file lock, which would conflict with the `OutputLock` of this process.
 
     If HDF5_USE_FILE_LOCKING is TRUE in the environment, HDF5 ignores ``locking=False`` when it opens a file by name.
+    But without a name, it does not find the source files of virtual datasets, and reads fill values instead.
     """
     with open(path, "rb") as stream, h5py.File(stream, "r") as file:
         yield file
