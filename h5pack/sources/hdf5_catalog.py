@@ -128,7 +128,9 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     if masks:
         pack = describe_file(path, images, None, masks, sized=False)
     reader = HDF5RowReader(pack, form, kinds, _files_of(file, (labels, schema.FILENAMES, *fields)))
-    values, names = (None, None) if labels is None else read_labels(path, file, labels, rows)
+    values, names = None, None
+    if labels is not None:
+        values, names = read_labels(path, file, labels, rows, or_field=datasets.own_fields)
     field_names = tuple(map(field_name, fields))
     require_field_names(str(path), field_names, path)
     columns = {field: read_field(path, file, field) for field in fields if field not in masks}

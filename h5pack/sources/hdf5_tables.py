@@ -101,18 +101,21 @@ _OTHER, _NONE = "labels=NAME", "labels=''"
 _CORRECT = "correct its names with h5py, or restore the file"  # advice on a pack whose names were edited
 
 
-def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.NDArray[Any], tuple[str, ...] | None]:
+def read_labels(
+    path: Path, file: h5py.File, name: str, rows: int, *, or_field: bool
+) -> tuple[npt.NDArray[Any], tuple[str, ...] | None]:
     """Return the labels of N images and names: int64 (N,) with class names or None, or uint8 (N, K) with column names.
 
-    N is `rows`, unless the dataset has another length.
+    N is `rows`, unless the dataset has another length. If `or_field` is true, errors recommend to pack numbers that are
+    not labels as a field.
     """
     dataset = require_dataset(file, name, "labels=NAME")
     values = _read_all(path, dataset, name)
-    as_field = f"fields={name!r}"
+    as_field = (f"fields={name!r}",) if or_field else ()
     if values.size == rows == max(values.shape, default=0):
         values = values.reshape(-1)
     if values.ndim not in (1, 2):
-        raise _label_error(path, name, f"has shape {values.shape}, but labels are (N,) or (N, K)", _OTHER, as_field)
+        raise _label_error(path, name, f"has shape {values.shape}, but labels are (N,) or (N, K)", _OTHER, *as_field)
     if values.ndim == 1 and values.dtype.kind in "OSU":
         if any(not isinstance(value, (bytes, str)) for value in values.tolist()):
             raise _label_error(path, name, "does not hold one number or one text per row", _OTHER, _NONE)
@@ -123,7 +126,7 @@ def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.
     if not are_whole(values) or (values.size and not -(2**63) <= int(values.min()) <= int(values.max()) < 2**63):
         odd = values[(values != np.floor(values)) | (values < -(2.0**63)) | (values >= 2.0**63)]
         found = f"holds numbers that are not all 64-bit integers, such as {odd[0]}"
-        raise _label_error(path, name, found, _OTHER, _NONE, as_field)
+        raise _label_error(path, name, found, _OTHER, _NONE, *as_field)
     if values.ndim == 2:
         columns = attribute_names(dataset, schema.COLUMNS) or ()
         if columns and len(columns) != values.shape[1] and schema.FORMAT in file.attrs:
@@ -131,7 +134,7 @@ def read_labels(path: Path, file: h5py.File, name: str, rows: int) -> tuple[npt.
             raise dataset_source_error(path, name, f"{found}; {_CORRECT}")
         if len(columns) != values.shape[1]:
             columns = tuple(f"label_{column}" for column in range(values.shape[1]))
-        return _byte_table(path, name, values), columns
+        return _byte_table(path, name, values, as_field), columns
     labels = values.astype(np.int64)
     classes = attribute_names(dataset, schema.CLASSES) or _enum_names(dataset)
     # In a pack, and beside names of classes, -1 means that there is no label. So it does if all labels are -1.
@@ -192,12 +195,12 @@ def read_field(path: Path, file: h5py.File, name: str) -> FieldValues:
     return _read_all(path, dataset, name)
 
 
-def _byte_table(path: Path, name: str, values: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+def _byte_table(path: Path, name: str, values: npt.NDArray[Any], as_field: tuple[str, ...]) -> npt.NDArray[np.uint8]:
     """Convert a table of numbers from 0 to 255 to uint8. In a column of only -1 and 1, as in CelebA, -1 becomes 0."""
     fitted = zero_for_minus_one(values)
     if fitted.size and not 0 <= fitted.min() <= fitted.max() <= 255:
         found = f"holds numbers from {values.min():.0f} to {values.max():.0f}, but a column of labels holds 0 to 255"
-        raise _label_error(path, name, f"{found} (or only -1 and 1)", _OTHER, _NONE, f"fields={name!r}")
+        raise _label_error(path, name, f"{found} (or only -1 and 1)", _OTHER, _NONE, *as_field)
     return fitted.astype(np.uint8)
 
 

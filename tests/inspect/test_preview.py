@@ -260,6 +260,22 @@ def test_a_file_without_showable_rows_is_an_error(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["f.h5"]
 
 
+@pytest.mark.parametrize("labels", [np.array([0.5, 1.0, 2.0]), np.full((3, 2), 256)])
+def test_fields_are_not_recommended_instead_of_labels(tmp_path: Path, labels: npt.NDArray[Any]) -> None:
+    """`convert` has a parameter `fields`, but `preview` has none."""
+    source = hdf5_file(tmp_path / "f.h5", images=PIXELS[:3], y=labels)
+    with pytest.raises(SourceError) as caught:
+        preview(source)
+    assert caught.value.parameters == ("labels=NAME", "labels=''")
+    assert "fields=" not in str(caught.value)
+
+
+def test_one_row_is_counted_in_the_singular(tmp_path: Path) -> None:
+    source = hdf5_file(tmp_path / "f.h5", images=PIXELS[:1])
+    assert "1 rows" not in preview(source).to_text() + h5pack.info(source, stats=True).to_text()
+    assert "1 rows" not in repr(h5pack.H5Dataset(source))
+
+
 @pytest.mark.parametrize("failure", [ReadError("no disk"), PackChangedError("replaced")])
 def test_storage_errors_have_no_advice_for_conversions(
     failure: H5PackError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
