@@ -35,7 +35,7 @@ from h5pack.sources.catalog import Catalog, Reject, one_split
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.files import require_replaceable
 from h5pack.system.parameters import flags, invalid, require_local
-from h5pack.system.text import first_names, listed
+from h5pack.system.text import counted, first_names, listed
 
 _OF_ROWS = (
     "fit", "resample", "draft", "mode", "layout", "keep", "max_side", "quality", "max_pixels", "compression",
@@ -236,7 +236,7 @@ class _Addition(Conversion):
             return found
         if not self._only_new:
             problem = (
-                f"has {len(found) - len(new):,} of the {len(found):,} images already, such as "
+                f"has {len(found) - len(new):,} of {counted(len(found), 'image')} already, such as "
                 f"{next(filter(known.__contains__, names))}; give only_new=True to append only the others"
             )
             raise SourceError.at(old.path, problem, "only_new=True")
@@ -262,10 +262,10 @@ class _Addition(Conversion):
 def _sizes_differ(old: Part, source: object, sizes: str) -> SizesDifferError:
     shape = "x".join(map(str, old.index.row_shape))
     problem = (
-        f"has rows of the shape {shape}, but the images of {source} have {sizes}; resize the new images, or convert "
-        "all images again with size"
+        f"has rows of the shape {shape}, but the images of {source} have {sizes}; resize the new images, or "
+        "make a new pack of all images with 'h5pack convert --size'"
     )
-    return SizesDifferError.at(old.path, problem, "size")
+    return SizesDifferError.at(old.path, problem)
 
 
 def _pack_new(conversion: Conversion, rejects: Sequence[Reject]) -> tuple[str, ...] | None:
