@@ -90,7 +90,7 @@ def _option_hint(name: str, known: Sequence[str]) -> str:
         return ""
     if name in known:
         return f"; give {name} after the command"
-    found = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, 1)
+    found = [one for one in known if one.startswith(name)] or difflib.get_close_matches(name, known, 1, 0.7)
     return f" (did you mean {found[0]}?)" if found else ""
 
 

@@ -206,6 +206,7 @@ def test_misuse_and_abbreviated_options_exit_with_2() -> None:
         (["convert", "a", "b", "--overwrit"], "--overwrite"),
         (["info", "a", "--jsno"], "--json"),
         (["info", "a", "--zzzz"], None),
+        (["info", "a", "--version"], None),
         (["--json", "info", "a"], None),  # Its place is wrong.
         (["info", "a", ""], None),
     ],
