@@ -21,7 +21,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -79,16 +79,19 @@ of the files, and checking once a second that all parts are in the page cache ta
 _FETCHED_ROWS = 32
 """Number of encoded rows that the HDF5 library fetches at once; few, so that their bytes take little memory."""
 
-_log = logging.getLogger("h5pack")
+
+@cache
+def _warn_once(text: str) -> None:
+    logging.getLogger("h5pack").warning("%s", printable(text))
 
 
 class Engine:
     """Reads rows of several datasets of one file, from any number of threads.
 
     The first of `indexes` belongs to the main dataset, whose rows and chunk reads are counted. If `warn` is true, the
-    constructor logs a warning for each dataset that is read through the HDF5 library, except datasets of checksums. If
-    several files are read as one, `files` has the path and the first row of each file (see `FileDescription`), for
-    error messages.
+    constructor logs a warning for each dataset that is read through the HDF5 library, except datasets of checksums, but
+    only once per process. If several files are read as one, `files` has the path and the first row of each file (see
+    `FileDescription`), for error messages.
     """
 
     def __init__(
@@ -117,7 +120,7 @@ class Engine:
         for index in indexes.values():
             if warn and index.library_text is not None and not index.name.startswith(f"{schema.CHECKSUMS}/"):
                 problem = f"{index.name!r} is read through the HDF5 library, which is slower: {index.library_text}"
-                _log.warning("%s", printable(f"{path}: {problem}"))
+                _warn_once(f"{path}: {problem}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_lock": None, "_mapped": {}, "_decoded": {}, "stats": ReadStats()}

@@ -182,6 +182,7 @@ def test_one_line_is_logged_for_each_dataset_that_goes_through_the_library(
     path = tmp_path / "f.h5"
     write(path, numbers((9, 4), "i4"), storage)
     with caplog.at_level(logging.DEBUG):
+        engine_of(path)
         engine = engine_of(path)
         for _ in range(3):
             engine.read("x", [3, 1])
