@@ -38,7 +38,7 @@ from h5pack.read.several import join_descriptions, list_files, read_filenames
 from h5pack.sources.hdf5_tables import log_unused_labels
 from h5pack.system.arrays import joined_ranges, moved_rows
 from h5pack.system.parameters import flags, invalid, require_callable, texts
-from h5pack.system.text import first_names, splits_text
+from h5pack.system.text import counted, first_names, splits_text
 
 
 class H5Dataset(BatchSource):
@@ -199,7 +199,7 @@ class H5Dataset(BatchSource):
         shape = "several sizes" if varies else " x ".join(map(str, self.row_shape(self.names[0])))
         labels = ", no labels" if self.label_name is None else f", labels {self.label_name!r}"
         names = self.field_names[1 + (self.label_name is not None) : len(self.field_names) - self.with_rows]
-        rows = f"{len(self):,} rows of {shape}{labels}{', fields ' * bool(names)}{', '.join(names)}"
+        rows = f"{counted(len(self), 'row')} of {shape}{labels}{', fields ' * bool(names)}{', '.join(names)}"
         return f"H5Dataset({first_names([self.path] * len(self._pack.files), 1)}, split={self.split!r}): {rows}"
 
     def row_shape(self, name: str) -> tuple[int, ...]:

@@ -192,7 +192,7 @@ class FileReport:
         # `pack_lines` has already shown the stored mean and std of a pack.
         if channels is not None and not (self.pack or {}).get("mean"):
             mean, std = number_text(channels["mean"]), number_text(channels["std"])
-            lines.append(f"channels of {channels['rows']:,} rows: mean {mean}, std {std}")
+            lines.append(f"channels of {counted(channels['rows'], 'row')}: mean {mean}, std {std}")
         return printable_lines(lines)
 
 

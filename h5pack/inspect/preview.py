@@ -96,7 +96,7 @@ class PreviewReport:
     def to_text(self) -> str:
         """Return the report as lines of text."""
         sheet = f"a sheet {self.width} pixels wide and {self.height} high"
-        size = f"{counted(self.images, 'image')} of {self.rows:,} rows on {sheet}"
+        size = f"{counted(self.images, 'image')} of {counted(self.rows, 'row')} on {sheet}"
         lines = [size if self.path is None else f"{self.path}: {size}"]
         lines += [
             f"  {split.name}: {split.left_out:,} of {split.named:,} classes not shown"
