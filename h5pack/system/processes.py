@@ -105,8 +105,8 @@ def reporting_start_errors(advice: str = "") -> Iterator[None]:
         raise
     except OSError as error:
         problem = (
-            f"worker processes cannot be started ({error.strerror or error}); check the limits on processes and open "
-            "files ('ulimit -a'), and that /dev/shm is writable and not full"
+            f"worker processes cannot be started ({error.strerror or error}); check that the working directory exists, "
+            "that /dev/shm is writable and not full, and the limits on processes and open files ('ulimit -a')"
         )
         raise _worker_error(problem, advice) from error
 

@@ -131,6 +131,14 @@ def test_workers_that_cannot_be_started_are_one_error(
     assert set(children_of(os.getpid())) <= set(before)
 
 
+def test_a_working_directory_that_was_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    with pytest.raises(WorkerError, match="working directory"), open_executor(2, "spawn", None):
+        pass
+
+
 def pool_worker_error(_: int) -> str:
     try:
         with open_executor(2, None, None):
