@@ -343,8 +343,9 @@ def _require_importable_main(advice: str) -> None:
 
 
 def _unguarded_line(main: types.ModuleType, path: str) -> int | None:
-    """Return the line of the main script that is being executed; None if it is under an ``if``, or unknown."""
-    frames = [frame for frame, _ in traceback.walk_stack(None) if frame.f_globals is vars(main)]
+    """Return the line of the main script that its thread executes; None if it is under an ``if``, or unknown."""
+    stack = traceback.walk_stack(sys._current_frames().get(threading.main_thread().ident or 0))
+    frames = [frame for frame, _ in stack if frame.f_globals is vars(main)]
     if not frames or frames[-1].f_code.co_name != "<module>":
         return None
     line = frames[-1].f_lineno

@@ -382,7 +382,7 @@ def test_stopping_amid_large_results_does_not_hang(tmp_path: Path) -> None:
 
 
 PROGRAM = """
-import sys
+import sys, threading
 from h5pack.errors import WorkerError
 from h5pack.system.processes import open_executor, run
 
@@ -404,6 +404,7 @@ REFUSED, STARTED = b"num_workers=1\n", b"3\n"
     ("way", "method", "call", "output"),
     [
         ("script", "spawn", "start()", REFUSED),
+        ("script", "forkserver", "thread = threading.Thread(target=start); thread.start(); thread.join()", REFUSED),
         ("script", "forkserver", "if __name__ == '__main__': start()", STARTED),
         # Not a guard, but this is seen only when a worker starts.
         ("script", "spawn", "if sys.argv: start()", REFUSED),
