@@ -135,10 +135,8 @@ class ConvertOptions:
             if values.get(name) is not None:
                 values[name] = parse(values[name])
         if values.get("root") is not None:
-            try:
-                values["root"] = os.fsdecode(values["root"])
-            except TypeError:
-                raise invalid("root", values["root"], "give the path of a folder") from None
+            require_local(values["root"], "root")
+            values["root"] = os.fsdecode(values["root"])
         return cls(**values)
 
     def __post_init__(self) -> None:
@@ -168,8 +166,9 @@ class ConvertOptions:
                 raise invalid("val", self.val, "it must be a fraction above 0 and below 1, such as 0.1")
             object.__setattr__(self, "val", real_number(self.val))
         for name, kind in (("val_groups", "field"), ("path_column", "column"), ("split_column", "column")):
-            if not isinstance(getattr(self, name), (str, type(None))):
-                raise invalid(name, getattr(self, name), f"give the name of a {kind}")
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise invalid(name, value, f"give the name of a {kind}")
         parse_compression(self.compression)
         # Creating the source options validates their values.
         _ = self.source_options

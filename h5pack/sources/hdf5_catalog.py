@@ -67,8 +67,9 @@ class HDF5Datasets:
 
     def __post_init__(self) -> None:
         for name in ("images", "labels"):
-            if not isinstance(getattr(self, name), (str, type(None))):
-                raise invalid(name, getattr(self, name), "give the name of a dataset")
+            value = getattr(self, name)
+            if not isinstance(value, (str, type(None))) or (name == "images" and value == ""):
+                raise invalid(name, value, "give the name of a dataset")
         axis = self.channel_axis
         if axis is not None and not (isinstance(axis, str) and axis in CHANNEL_AXES):
             raise invalid("channel_axis", axis, f"it must be one of {', '.join(CHANNEL_AXES)}")

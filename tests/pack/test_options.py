@@ -32,6 +32,7 @@ from h5pack.sources.manifest import ManifestColumns
         *(("size", (0, 4)), ("size", (4,)), ("size", (4, 4, 3)), ("size", (4, -1)), ("size", 0), ("size", 4.5)),
         *(("include", 5), ("fields", [3]), ("label_columns", b"a")),
         *(("seed", -1), ("seed", 2**63), ("num_workers", 10**6), ("shard_bytes", 2**63), ("value_range", (1, 2, 3))),
+        *((name, "") for name in ("root", "path_column", "split_column", "val_groups", "images")),
         *(("compression", None), ("compression", np.array(["gzip", "none"]))),
         *(("val", value) for value in (0, 1, 1.0, -0.1, 5, True, np.True_, "0.1", float("nan"))),
     ],
