@@ -45,6 +45,7 @@ from h5pack.benchmark.sweep import Sweep
 from h5pack.errors import OptionsError
 from h5pack.pack.options import parse_size
 from h5pack.system.machine import available_cpus, available_memory, load_average, machine_facts
+from h5pack.system.parameters import flags
 from h5pack.system.progress import progress_bar
 
 _MAX_THREADS = 4
@@ -247,6 +248,7 @@ class BenchRun:
         self._source = source
         self._settings = settings
         self._clock = clock
+        (progress,) = flags(progress=progress)
         self._bar = progress_bar(
             settings.seconds, disable=None if progress else True, bar_format="{desc:<22}{bar}| {elapsed}", leave=False
         )

@@ -218,7 +218,7 @@ def export(
     )
     fields = texts("fields", fields)
     bounds = None if value_range is None else parse_range(value_range)
-    overwrite, resume = flags(overwrite=overwrite, resume=resume)
+    overwrite, resume, progress = flags(overwrite=overwrite, resume=resume, progress=progress)
     require_local(file, "file")
     target = ExportFolder(folder)
     target.check(overwrite, resume)

@@ -10,6 +10,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from h5pack.system.parameters import flags
+
 
 def progress_bar(total: float | None, **settings: Any) -> Any:
     """Return ``tqdm(total=total, **settings)``, but without the thread that tqdm starts by default.
@@ -27,7 +29,7 @@ class Stages:
     """Measures how long each stage of a command takes, in `seconds`; shows progress bars if `progress` is true."""
 
     def __init__(self, progress: bool) -> None:
-        self._progress = progress
+        (self._progress,) = flags(progress=progress)
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager

@@ -92,6 +92,8 @@ def test_a_path_among_several_files_or_for_scratch_is_refused(bad: Any, source_a
         *(("H5Loader", options) for options in ({"drop_last": "False"}, {"shuffle": np.zeros(2)})),
         ("H5Loader", {"pin_memory": np.zeros(2, bool)}),
         ("ConcatPack", {"datasets": 3}),
+        ("preview", {"images": ""}),
+        *((name, {"progress": "no"}) for name in ("convert", "append", "subset", "join", "export", "verify", "bench")),
         *(("FeedMonitor", {name: "no"}) for name in ("progress", "warn_once", "profiler_ranges")),
     ],
 )
