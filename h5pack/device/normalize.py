@@ -389,10 +389,10 @@ class Normalize:
             )
 
     def _checked_key(self, key: BatchKey | None, pixels: torch.Tensor) -> BatchKey:
-        if key is None:
+        if not isinstance(key, BatchKey):
             raise OptionsError(
-                "random changes need each sample's row number, but key is None; either pass a BatchKey as key, or "
-                "open the dataset with with_rows=True and wrap the loader in DeviceFeed"
+                f"random changes need each sample's row number, but the key is a {type(key).__name__}; either pass a "
+                "BatchKey as key, or open the dataset with with_rows=True and wrap the loader in DeviceFeed"
             )
         shapes = [tuple(part.shape) for part in (key.rows, key.repeats) if isinstance(part, torch.Tensor)]
         if any(shape != (len(pixels),) for shape in shapes):

@@ -219,7 +219,7 @@ def test_keys_are_asked_for_only_where_something_is_drawn() -> None:
     for settings in AUGMENTATIONS:
         norm = Normalize.imagenet(**settings)
         assert norm.keyed
-        for key in (None, key_of(5), key_of(6, repeats=torch.zeros(1, dtype=torch.int64))):
+        for key in (None, key_of(6).rows, key_of(5), key_of(6, repeats=torch.zeros(1, dtype=torch.int64))):
             with pytest.raises(OptionsError):
                 norm(images, key)
 
