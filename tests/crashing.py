@@ -1,4 +1,4 @@
-"""Processes that are killed at any change to a file, and file systems that are too small."""
+"""Processes that are killed, or whose files are noted, at any change to a file; file systems that are too small."""
 
 from __future__ import annotations
 

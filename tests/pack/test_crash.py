@@ -57,7 +57,7 @@ def options(order: str, **settings: Any) -> dict[str, Any]:
 
 
 def test_killed_at_every_step(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
-    """SIGKILL at, or in the middle of, every kind of call that changes a file, in every phase; orders take turns."""
+    """From what SIGKILL leaves in every kind of call that changes a file, in every phase; orders take turns."""
     steps = partial(distinct_steps, first=order == "shuffled")
     assert require_resumes(source, tmp_path / "o.h5", options(order), steps) == whole
     assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
