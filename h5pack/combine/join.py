@@ -67,7 +67,7 @@ def join(
     """
     (virtual,) = flags(virtual=virtual)
     if not isinstance(packs, Sequence) or isinstance(packs, (str, bytes)) or len(packs) < 2:
-        raise OptionsError("packs must be a list of at least two paths, not counting the output", parameters=("packs",))
+        raise OptionsError("packs needs at least two paths, not counting the output", parameters=("packs",))
     target = output_path(out)
     parts: list[Part] = [open_part(path) for path in packs]
     require_other_files([target], itertools.chain.from_iterable(part.reader.paths() for part in parts))
