@@ -186,7 +186,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
             text = f"{path}: the images differ in size; convert the file to a pack ({command}), and measure the pack"
             raise SizesDifferError(text, path=path, dataset=error.dataset, rows=error.rows) from error
         if self._left() <= 0:
-            self._refuse()
+            # Nothing is known about the stages, so recommend at least the default.
+            self._refuse(DiagnoseSettings.seconds)
         self._show("making the step")
         target.make_step()
         for at_least, probably in target.batch_seconds():
