@@ -26,16 +26,16 @@ from h5pack.read.hdf5 import (
     ExternalLink,
     attribute_names,
     chunk_grid,
-    dataset_names,
     external_links,
     filters_of,
+    list_datasets,
     open_file,
     reopen_tuned,
     reporting_damage,
     require_dataset,
     require_open_sources,
 )
-from h5pack.read.virtual import files_of, missing_source
+from h5pack.read.virtual import files_of, has_other_files, missing_sources
 from h5pack.sources.hdf5_catalog import channel_axes, find_images, is_image_array, packing_options
 from h5pack.sources.hdf5_tables import find_labels
 from h5pack.system.text import counted, format_bytes, printable_lines
@@ -223,11 +223,13 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
             require_dataset(file, labels, "labels=NAME")
         opening, links = opening_ranges(path), external_links(file)
         pack = describe_pack(file) if schema.FORMAT in file.attrs else None
+        listed = list_datasets(file, links)
+        missing = missing_sources({name: one for name, opened in listed.items() if has_other_files(one := opened())})
         return FileReport(
             path=os.fsdecode(path),
             bytes=os.path.getsize(path),
             pack=pack,
-            datasets=tuple(describe_dataset(file[name], labels, name) for name in dataset_names(file, links)),
+            datasets=tuple(describe_dataset(opened(), labels, name, missing) for name, opened in listed.items()),
             opening=opening,
             opening_fix=_opening_fix(file, opening),
             links=links,
@@ -253,10 +255,11 @@ def opening_ranges(path: str | os.PathLike[str]) -> tuple[tuple[int, int], ...]:
     """Return the byte ranges that a program reads to open an HDF5 file; see `FileReport.opening`."""
     with _LoggedFile(path) as log:
         with h5py.File(log, "r") as file:
-            for name in ("/", *dataset_names(file, links=())):
-                found = file[name]
+            dict(file.attrs)
+            for opened in list_datasets(file, links=()).values():
+                found = opened()
                 dict(found.attrs)
-                if isinstance(found, h5py.Dataset) and found.chunks is not None and found.ndim > 1:
+                if found.chunks is not None and found.ndim > 1:
                     found.id.chunk_iter(lambda _: None)
             statistics = (f"{schema.STATISTICS}/{name}" for name in ("mean", "std"))
             for name in (schema.SPLIT_NAMES, schema.SPLIT_ROWS, *statistics):
@@ -290,13 +293,16 @@ def faults_of(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
         return describe_dataset(found).faults if isinstance(found, h5py.Dataset) else ()
 
 
-def describe_dataset(dataset: h5py.Dataset, labels: str | None = None, name: str | None = None) -> DatasetReport:
+def describe_dataset(
+    dataset: h5py.Dataset, labels: str | None = None, name: str = "", missing: dict[str, str] | None = None
+) -> DatasetReport:
     """Describe how a dataset is stored, and what makes reading single rows of it slow.
 
     `labels` is the dataset of labels that the command in `fix` names: None to detect it, "" if there are none.
-    `name` is the path in the report: for a dataset in another file, the path of the link to it.
+    `name` is the path in the report: of a dataset in another file, that of the link to it. `missing` is what
+    `missing_sources` returns, if that is known.
     """
-    layout = _LAYOUTS[dataset.id.get_create_plist().get_layout()]
+    name, layout = name or dataset.name.lstrip("/"), _LAYOUTS[dataset.id.get_create_plist().get_layout()]
     filters = tuple(_FILTER_NAMES.get(item.number) or f"{item.name} ({item.number})" for item in filters_of(dataset))
     shape = tuple(dataset.shape or ())
     cache = None
@@ -305,11 +311,11 @@ def describe_dataset(dataset: h5py.Dataset, labels: str | None = None, name: str
     element = h5py.check_vlen_dtype(dataset.dtype)
     varies = element is not None
     kept_bytes = _kept_bytes(dataset)
-    missing = missing_source(dataset)
-    faults = (missing,) if missing else _faults(dataset, filters, kept=kept_bytes > 0)
-    fix = _fix(dataset, labels) if faults and not missing else None
+    problem = (missing_sources({name: dataset}) if missing is None else missing).get(name)
+    faults = (problem,) if problem else _faults(dataset, filters, kept=kept_bytes > 0)
+    fix = _fix(dataset, labels) if faults and not problem else None
     return DatasetReport(
-        name=name or dataset.name.lstrip("/"),
+        name=name,
         dtype=f"variable-length {getattr(element, '__name__', element)}" if varies else str(dataset.dtype),
         shape=shape,
         layout=layout,

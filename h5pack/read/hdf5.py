@@ -9,9 +9,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import h5py
@@ -249,31 +249,58 @@ def find_item(file: h5py.File, name: str) -> Any:
 
 
 def dataset_names(file: h5py.File, links: Sequence[ExternalLink] | None = None) -> list[str]:
-    """Return the paths of all datasets in a file, without a leading slash; those behind external links come last.
+    """Return the paths of all datasets in a file, in the order of `list_datasets`."""
+    return list(list_datasets(file, links))
 
-    `links` are the file's external links, by default those that `external_links` finds. The elements of MATLAB's cell
-    arrays are left out, because a file can have thousands of them, with names such as "#refs#/a".
+
+def list_datasets(
+    file: h5py.File, links: Sequence[ExternalLink] | None = None
+) -> dict[str, Callable[[], h5py.Dataset]]:
+    """Return the paths of all datasets in a file, without a leading slash, each with a function that opens the dataset.
+
+    Datasets behind external links come last. `links` are the file's external links, by default those that
+    `external_links` finds. The elements of MATLAB's cell arrays are left out, because a file can have thousands of
+    them, with names such as "#refs#/a".
     """
-    names = _datasets_below(file)
+    found = _datasets_below(file)
     for link in external_links(file) if links is None else links:
         target = file.get(link.name) if link.found else None
         if isinstance(target, h5py.Dataset):
-            names.append(link.name)
+            found[link.name] = partial(file.__getitem__, link.name)
         elif isinstance(target, h5py.Group):
-            names += [f"{link.name}/{name}" for name in _datasets_below(target)]
-    return names
+            found |= {f"{link.name}/{name}": opened for name, opened in _datasets_below(target).items()}
+    return found
 
 
-def _datasets_below(group: h5py.Group) -> list[str]:
-    names: list[bytes] = []
+def _datasets_below(group: h5py.Group) -> dict[str, Callable[[], h5py.Dataset]]:
+    hard_links: list[tuple[bytes, int]] = []
 
-    def add(name: bytes, info: Any) -> None:
-        if info.type == h5py.h5o.TYPE_DATASET and not name.startswith(_MATLAB_CELLS):
-            names.append(name)
+    def add(path: bytes, info: Any) -> None:
+        if info.type == h5py.h5l.TYPE_HARD:
+            hard_links.append((path, info.u))
 
-    # Unlike `visititems`, this does not open each object, which takes most of the time of files with many datasets.
-    h5py.h5o.visit(group.id, add, info=True)
-    return [name.decode() for name in names]
+    # Neither `h5py.h5o.visit` nor opening objects by their paths: both take time proportional to the depth per object.
+    group.id.links.visit(add, info=True)
+    found: dict[str, Callable[[], h5py.Dataset]] = {}
+    addresses: set[int] = set()
+    groups = [(b"", group.id)]  # the groups on the way to the current link
+    for path, address in hard_links:
+        parent, _, name = path.rpartition(b"/")
+        while groups[-1][0] != parent:
+            groups.pop()
+        if address in addresses:
+            continue
+        addresses.add(address)
+        kind = h5py.h5o.get_info(groups[-1][1], name).type
+        if kind == h5py.h5o.TYPE_GROUP:
+            groups.append((path, h5py.h5g.open(groups[-1][1], name)))
+        elif kind == h5py.h5o.TYPE_DATASET and not path.startswith(_MATLAB_CELLS):
+            found[path.decode()] = partial(_open_dataset, groups[-1][1], name)
+    return found
+
+
+def _open_dataset(group: h5py.h5g.GroupID, name: bytes) -> h5py.Dataset:
+    return h5py.Dataset(h5py.h5o.open(group, name), readonly=True)
 
 
 @dataclass(frozen=True)

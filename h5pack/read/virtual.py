@@ -7,10 +7,11 @@ sources whose layout allows it. Otherwise, the HDF5 library assembles all rows.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import lt
@@ -81,7 +82,8 @@ class _Mapping(NamedTuple):
     there: _Selection
 
 
-_Visit = Callable[[h5py.File, h5py.Dataset, str, list[_Mapping]], None]
+_Visit = Callable[[h5py.File, h5py.Dataset, str, list[_Mapping]], object]
+"""What is called with an open source file, a source in it, the source's name, and the mappings to it."""
 
 
 @dataclass
@@ -102,26 +104,39 @@ def files_of(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int 
     visited = visited or _Visited()
     key = dataset.file.filename, dataset.name
     if key not in visited.files:
-        files = {_identify(dataset.file)}
+        files = {_identify(dataset.file), *_external_files(dataset)}
 
         def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
             files.update({_identify(file)}, files_of(found, visited, depth + 1))
 
-        if dataset.is_virtual:
-            _visit_sources(dataset, depth, visit)
-        else:
-            files.update(_external_files(dataset))
+        _visit_sources(dataset, depth, visit)
         visited.files[key] = frozenset(files)
     return visited.files[key]
 
 
-def missing_source(dataset: h5py.Dataset) -> str:
-    """Return the error of `files_of` as a text; "" if the files that hold the dataset's values are there."""
-    try:
-        files_of(dataset)
-    except PackFormatError as error:
-        return str(error)
-    return ""
+def has_other_files(dataset: h5py.Dataset) -> bool:
+    """Return whether a dataset is virtual, or has its values in external storage."""
+    return bool(dataset.is_virtual or dataset.external)
+
+
+def missing_sources(datasets: dict[str, h5py.Dataset]) -> dict[str, str]:
+    """Return the error of `files_of` for each dataset that has one, as a text, by the names in `datasets`.
+
+    A file that holds values of several datasets is opened only once.
+    """
+    visited = _Visited()
+
+    def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
+        if has_other_files(found):
+            files_of(found, visited, 1)
+
+    errors = _visit_all_sources({name: (dataset, visit) for name, dataset in datasets.items()}, 0)
+    for name, dataset in datasets.items():
+        try:
+            _external_files(dataset)
+        except PackFormatError as error:
+            errors[name] = error
+    return {name: str(error) for name, error in errors.items()}
 
 
 def other_files(file: h5py.File, dataset: h5py.Dataset) -> frozenset[SourceFile]:
@@ -157,11 +172,13 @@ def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
     Raises PackFormatError if such a file is cut short, because HDF5 would read zeros. Also raises it if a path is that
     of a pipe or a device, because HDF5 might wait forever.
     """
+    if not dataset.external:
+        return frozenset()
     folder = os.path.dirname(absolute_path(dataset.file.filename))
     refuse = partial(dataset_error, dataset.file.filename, dataset.name.lstrip("/"))
     left = math.prod(dataset.shape or ()) * dataset.id.get_type().get_size()
     files: set[SourceFile] = set()
-    for name, offset, size in dataset.external or ():
+    for name, offset, size in dataset.external:
         count = min(size, left)
         left -= count
         paths = [path for path in (os.path.abspath(name), os.path.join(folder, name)) if os.path.exists(path)]
@@ -245,32 +262,71 @@ def _identify(file: h5py.File) -> SourceFile:
 
 
 def _visit_sources(dataset: h5py.Dataset, depth: int, visit: _Visit) -> None:
-    """Call ``visit(file, dataset, name, mappings)`` for each source, while the source's file is open."""
-    if depth > _MAX_DEPTH:
-        problem = f"is nested more than {_MAX_DEPTH} virtual datasets deep; store its rows in an ordinary dataset"
-        raise PackFormatError(f"{_where(dataset)} {problem}")
+    """Call ``visit(file, found, name, mappings)`` for each source, while the source's file is open."""
+    for error in _visit_all_sources({"": (dataset, visit)}, depth).values():
+        raise error
+
+
+def _visit_all_sources(datasets: dict[str, tuple[h5py.Dataset, _Visit]], depth: int) -> dict[str, PackFormatError]:
+    """Visit the sources of several datasets. Open each source file once for all of them.
+
+    Return the first error of each dataset that has one.
+    """
+    by_file: dict[tuple[str, str], list[tuple[int, str, dict[str, list[_Mapping]]]]] = {}
+    for key, (dataset, _) in datasets.items():
+        if dataset.is_virtual and depth > _MAX_DEPTH:
+            problem = f"is nested more than {_MAX_DEPTH} virtual datasets deep; store its rows in an ordinary dataset"
+            raise PackFormatError(f"{_where(dataset)} {problem}")
+        holder = dataset.file.filename
+        for position, (name, mappings) in enumerate(_mappings(dataset).items()):
+            by_file.setdefault((holder, name), []).append((position, key, mappings))
+    errors: dict[str, tuple[int, PackFormatError]] = {}
+    for (_, name), wanted in by_file.items():
+        file: h5py.File | None = None
+        with contextlib.ExitStack() as stack:
+            for position, key, mappings in wanted:
+                if key in errors and errors[key][0] < position:
+                    continue
+                dataset, visit = datasets[key]
+                try:
+                    if name == ".":
+                        _visit(dataset, dataset.file, mappings, visit)
+                        continue
+                    path = _require_path(dataset, name) if file is None else ""
+                    with _reporting_source(dataset):
+                        file = stack.enter_context(open_file(path)) if file is None else file
+                        _visit(dataset, file, mappings, visit)
+                except PackFormatError as error:
+                    errors[key] = position, error
+    return {key: error for key, (_, error) in errors.items()}
+
+
+def _mappings(dataset: h5py.Dataset) -> dict[str, dict[str, list[_Mapping]]]:
+    """Return the mappings of a virtual dataset by source file and source; {} for other datasets."""
     by_file: dict[str, dict[str, list[_Mapping]]] = {}
-    for here, file_name, name, there in dataset.virtual_sources():
+    for here, file_name, name, there in dataset.virtual_sources() if dataset.is_virtual else ():
         if not _is_pattern(file_name) and not _is_pattern(name):
             mapping = _Mapping(_Selection.of(here), _Selection.of(there))
             by_file.setdefault(file_name, {}).setdefault(name, []).append(mapping)
-    # Release the last two dataspaces, which the loop variables hold.
-    here = there = None
-    for name, datasets in by_file.items():
-        if name == ".":
-            _visit(dataset, dataset.file, datasets, visit)
-            continue
-        path = _find(name.replace("%%", "%"), dataset.file.filename)
-        if path is None:
-            advice = "restore it at that path (a relative path starts in the virtual file's folder)"
-            problem = f"{_where(dataset)} is virtual, and its source file {name} is missing; {advice}"
-            raise PackFormatError(problem, path=name)
-        try:
-            with open_file(path) as file:
-                _visit(dataset, file, datasets, visit)
-        except H5PackError as error:
-            problem = f"{_where(dataset)} is virtual, and a source cannot be read: {error}"
-            raise PackFormatError(problem, path=error.path, dataset=error.dataset) from error
+    return by_file
+
+
+def _require_path(dataset: h5py.Dataset, name: str) -> str:
+    path = _find(name.replace("%%", "%"), dataset.file.filename)
+    if path is None:
+        advice = "restore it at that path (a relative path starts in the virtual file's folder)"
+        problem = f"{_where(dataset)} is virtual, and its source file {name} is missing; {advice}"
+        raise PackFormatError(problem, path=name)
+    return path
+
+
+@contextlib.contextmanager
+def _reporting_source(dataset: h5py.Dataset) -> Iterator[None]:
+    try:
+        yield
+    except H5PackError as error:
+        problem = f"{_where(dataset)} is virtual, and a source cannot be read: {error}"
+        raise PackFormatError(problem, path=error.path, dataset=error.dataset) from error
 
 
 def _is_pattern(name: str) -> bool:

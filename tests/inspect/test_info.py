@@ -23,6 +23,7 @@ from h5pack.inspect import info as info_module
 from h5pack.inspect.info import DatasetReport
 from h5pack.inspect.pack_metadata import pack_lines
 from h5pack.pack.options import convert_command
+from h5pack.read import virtual
 from tests.makers import class_folders, hdf5_file, pair_folders, quick, split_folders
 from tests.read.encoded_files import decoded, jpegs, write_encoded
 
@@ -418,6 +419,61 @@ def test_datasets_behind_links_to_other_files_are_described(tmp_path: Path) -> N
     broken = h5pack.info(tmp_path / "bad.h5")
     assert (broken.datasets, [one.found for one in broken.links]) == ((), [False, False])
     assert "faults   none" not in broken.to_text()
+
+
+def test_datasets_in_deep_groups_are_not_opened_by_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hdf5_file(tmp_path / "f.h5", **{f"{'g/' * depth}x": np.zeros(3) for depth in range(20)})
+    names: list[bytes] = []
+    original = h5py.h5o.open
+    monkeypatch.setattr(h5py.h5o, "visit", None)
+    monkeypatch.setattr(h5py.h5o, "open", lambda group, name, **kw: names.append(name) or original(group, name, **kw))
+    assert len(h5pack.info(tmp_path / "f.h5").datasets) == 20
+    assert b"x" in names
+    assert not any(b"g/" in name for name in names)
+
+
+def test_the_file_of_plain_datasets_is_looked_up_equally_often_for_any_number_of_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    original = h5py.File.__init__
+    monkeypatch.setattr(h5py.File, "__init__", lambda *args, **kw: calls.append(1) or original(*args, **kw))
+    for count in (2, 50):
+        hdf5_file(tmp_path / f"{count}.h5", **{f"x{number}": np.zeros((3, 4)) for number in range(count)})
+    counts = []
+    for count in (2, 50):
+        calls.clear()
+        h5pack.info(tmp_path / f"{count}.h5")
+        counts.append(len(calls))
+    assert counts[0] == counts[1]
+
+
+def test_each_source_of_several_virtual_datasets_is_opened_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, files = ("a", "b", "c"), [tmp_path / f"{number}.h5" for number in range(4)]
+    for file in files:
+        hdf5_file(file, **dict.fromkeys(names, np.zeros(2)))
+    with h5py.File(tmp_path / "v.h5", "w") as file:
+        for name, order in zip(names, ((0, 1, 2), (2, 1, 3), (3, 1)), strict=True):
+            layout = h5py.VirtualLayout((2 * len(order),), "f8")
+            for place, number in enumerate(order):
+                layout[2 * place : 2 * place + 2] = h5py.VirtualSource(files[number].name, name, (2,))
+            file.create_virtual_dataset(name, layout)
+    opened: list[str] = []
+    original = virtual.open_file
+    monkeypatch.setattr(virtual, "open_file", lambda path: opened.append(Path(path).name) or original(path))
+    assert not any(dataset.faults for dataset in h5pack.info(tmp_path / "v.h5").datasets)
+    assert sorted(opened) == ["0.h5", "1.h5", "2.h5", "3.h5"]
+    # Each dataset reports its own first missing source.
+    for file in files[1:]:
+        file.unlink()
+    faults = [dataset.faults for dataset in h5pack.info(tmp_path / "v.h5").datasets]
+    assert [next(name for name in "0123" if f"source file {name}.h5" in fault) for (fault,) in faults] == [
+        "1",
+        "2",
+        "3",
+    ]
 
 
 def test_a_missing_target_of_a_link_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

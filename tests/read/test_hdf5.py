@@ -149,6 +149,18 @@ def test_datasets_are_listed_without_the_cells_of_matlab(tmp_path: Path) -> None
         assert sorted(dataset_names(file)) == ["all/y", "group/x", "one"]
 
 
+def test_datasets_behind_loops_and_several_links_are_listed_as_hdf5_visits_them(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["b/x"], file["b/c/y"], file["z"], file["type"] = 1, 2, 3, np.dtype("i4")
+        file["a"], file["b/loop"], file["b/c/root"], file["y"] = file["b"], file["b"], file["/"], file["b/x"]
+        for group in (file, file["b"], file["b/c"]):
+            visited: list[str] = []
+            group.visititems(lambda name, item, to=visited: to.append(name) if isinstance(item, h5py.Dataset) else None)
+            found = hdf5.list_datasets(group, ())
+            assert list(found) == visited
+            assert [opened() for opened in found.values()] == [group[name] for name in visited]
+
+
 def test_names_of_many_bytes_are_read_a_few_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hdf5, "_BLOCK_BYTES", 10_000_000)
     hdf5_file(tmp_path / "f.h5", names=np.array([b"a", b"b"] * 8, "S9"))
