@@ -30,6 +30,7 @@ BLOCK_NAMES = 65_536
 """Number of file names that are read from a file at a time."""
 _BLOCK_BYTES = 256 * 1024 * 1024
 _MAX_NAMED, _MAX_SORTED = 20, 1_000  # maximum number of datasets that a message lists, and that are opened for it
+OpenDataset = Callable[[], h5py.Dataset]
 VERIFY_ADVICE = "run 'h5pack verify' on the file, then restore it or convert again"
 
 
@@ -253,9 +254,7 @@ def dataset_names(file: h5py.File, links: Sequence[ExternalLink] | None = None) 
     return list(list_datasets(file, links))
 
 
-def list_datasets(
-    file: h5py.File, links: Sequence[ExternalLink] | None = None
-) -> dict[str, Callable[[], h5py.Dataset]]:
+def list_datasets(file: h5py.File, links: Sequence[ExternalLink] | None = None) -> dict[str, OpenDataset]:
     """Return the paths of all datasets in a file, without a leading slash, each with a function that opens the dataset.
 
     Datasets behind external links come last. `links` are the file's external links, by default those that
@@ -272,7 +271,7 @@ def list_datasets(
     return found
 
 
-def _datasets_below(group: h5py.Group) -> dict[str, Callable[[], h5py.Dataset]]:
+def _datasets_below(group: h5py.Group) -> dict[str, OpenDataset]:
     hard_links: list[tuple[bytes, int]] = []
 
     def add(path: bytes, info: Any) -> None:
@@ -281,7 +280,7 @@ def _datasets_below(group: h5py.Group) -> dict[str, Callable[[], h5py.Dataset]]:
 
     # Neither `h5py.h5o.visit` nor opening objects by their paths: both take time proportional to the depth per object.
     group.id.links.visit(add, info=True)
-    found: dict[str, Callable[[], h5py.Dataset]] = {}
+    found: dict[str, OpenDataset] = {}
     addresses: set[int] = set()
     groups = [(b"", group.id)]  # the groups on the way to the current link
     for path, address in hard_links:

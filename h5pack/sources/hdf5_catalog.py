@@ -19,10 +19,11 @@ from h5pack.format.fields import field_name, is_field_name, is_numeric_dtype, re
 from h5pack.read.description import describe_file
 from h5pack.read.encoded import has_kept_images, index_kept, is_encoded, is_mask_group
 from h5pack.read.hdf5 import (
-    dataset_names,
+    OpenDataset,
     datasets_text,
     external_links,
     find_item,
+    list_datasets,
     open_file,
     reporting_damage,
     require_dataset,
@@ -210,9 +211,10 @@ def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, l
     if _filenames(file, images, rows) is not None:
         used = {*used, schema.FILENAMES}
     links = external_links(file)
-    names = [name for name in dataset_names(file, links) if name.partition("/")[0] not in own]
+    listed = list_datasets(file, links)
+    names = [name for name in listed if name.partition("/")[0] not in own]
     names = [name for name in (*names, *(own_fields(file) if own else ())) if name not in used]
-    fits = {name: _has_rows(file, name, rows) for name in names}
+    fits = {name: _has_rows(file, name, rows, listed.get(name)) for name in names}
     fitting, others, damaged = ([name for name in names if fits[name] == fit] for fit in (True, False, None))
     missing = [link.name for link in links if not link.found]
     or_labels = "" if labeled else ", or one of them with labels"
@@ -225,14 +227,18 @@ def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, l
     )
 
 
-def _has_rows(file: h5py.File, name: str, rows: int) -> bool | None:
-    """Return whether a dataset or field has `rows` rows; None if it cannot be opened."""
+def _has_rows(file: h5py.File, name: str, rows: int, opened: OpenDataset | None) -> bool | None:
+    """Return whether a dataset or field has `rows` rows; None if it cannot be opened.
+
+    `opened` opens the dataset (see `list_datasets`). It is None for other fields, such as groups.
+    """
     try:
-        if is_ragged(file, name):
+        if opened is None and is_ragged(file, name):
             return index_ragged(file, name).rows == rows
-        if is_mask_group(file, name):
+        if opened is None and is_mask_group(file, name):
             return index_kept(file, name, sized=False).rows == rows
-        return bool(file[name].shape) and len(file[name]) == rows
+        dataset = file[name] if opened is None else opened()
+        return (dataset.shape or ())[:1] == (rows,)
     except Exception:
         return None
 
@@ -247,7 +253,7 @@ def find_images(file: h5py.File) -> str:
         return schema.IMAGES
     if schema.FORMAT in file.attrs and has_kept_images(file, schema.ENCODED):
         return schema.ENCODED
-    found = [name for name in dataset_names(file) if _looks_like_images(file[name])]
+    found = [name for name, opened in list_datasets(file).items() if _looks_like_images(opened())]
     named = [name for name in found if IMAGE_WORD.search(name)]
     for names in (found, named):
         if len(names) == 1:
@@ -343,10 +349,12 @@ def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[s
     """
     own = schema.RESERVED if schema.FORMAT in file.attrs else ()
     rows, axes = len(file[images]), file[images].ndim
-    known = {name: fit for name in dataset_names(file) if (fit := _has_rows(file, name, rows)) is not None}
+    listed = list_datasets(file)
+    known = {name: fit for name, opened in listed.items() if (fit := _has_rows(file, name, rows, opened)) is not None}
     # Datasets in a group with other images belong to these images, unless `images` is in the same group. Only arrays
     # with as many axes as `images` count as other images, because arrays with fewer or more axes may be masks.
-    groups = {os.path.dirname(name) for name in known if file[name].ndim == axes and _looks_like_images(file[name])}
+    arrays = ((name, listed[name]()) for name in known)
+    groups = {os.path.dirname(name) for name, one in arrays if one.ndim == axes and _looks_like_images(one)}
     others = tuple(f"{group}/" for group in groups if group and not images.startswith(f"{group}/"))
     found: dict[str, str] = {}
     for name, has_rows in known.items():
@@ -354,7 +362,7 @@ def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[s
             continue
         base, is_own = field_name(name), name.partition("/")[0] in own
         fits = has_rows and not is_own and is_field_name(base)
-        if fits and (is_numeric_dtype(file[name].dtype) or is_text(file[name])):
+        if fits and (is_numeric_dtype((one := listed[name]()).dtype) or is_text(one)):
             found.setdefault(base, name)
     return list(found.values())
 

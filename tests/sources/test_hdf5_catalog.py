@@ -18,6 +18,7 @@ from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.hdf5_catalog import (
     HDF5Datasets,
     channel_axes,
+    find_images,
     further_datasets,
     hdf5_catalog,
     is_hdf5,
@@ -211,6 +212,25 @@ def test_integers_of_64_bits_are_masks_but_in_a_pack_an_array(tmp_path: Path) ->
     of_pack = catalog(tmp_path / "b.h5")
     assert of_pack.pixel_fields == ()
     np.testing.assert_array_equal(of_pack.fields["x"], values, strict=True)
+
+
+def test_paths_are_looked_up_equally_often_for_any_number_of_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+    original = h5py.Group.__getitem__
+    monkeypatch.setattr(h5py.Group, "__getitem__", lambda group, name: names.append(name) or original(group, name))
+    counts = []
+    for count in (2, 30):
+        others = {f"g{number}/x": np.zeros(4) for number in range(count)}
+        path = write(tmp_path / f"{count}.h5", images=np.zeros((4, 8, 8, 3), np.uint8), **others)
+        names.clear()
+        assert len(open_source(path, SourceOptions()).notes) == 1
+        with h5py.File(path) as file:
+            assert find_images(file) == "images"
+            assert further_datasets(file, "images", None) == ["g0/x"]
+        counts.append(len(names))
+    assert counts[0] == counts[1]
 
 
 def test_datasets_beside_other_images_or_with_commas_are_no_further_datasets(tmp_path: Path) -> None:
