@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import os
@@ -33,10 +34,12 @@ from h5pack.errors import (
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
 from h5pack.inspect.info import describe_dataset
+from h5pack.pack.conversion import Conversion
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import ConvertReport
 from h5pack.read.encoded import EncodedIndex
 from h5pack.read.hdf5 import find_item, open_file, reporting_damage, require_dataset
+from h5pack.sources.catalog import Catalog
 from h5pack.sources.detect import open_source
 from h5pack.sources.folders import split_rank
 from h5pack.sources.hdf5_catalog import is_hdf5, packing_options
@@ -181,7 +184,7 @@ def _hdf5_input(path: str, options: dict[str, Any], scratch: Path) -> BenchInput
         )
         raise OptionsError.at(path, problem)
     with open_file(path) as file, reporting_damage(path, SourceError):
-        stored = describe_dataset(require_dataset(file, dataset.names[0]), options.get("labels"))
+        stored = describe_dataset(require_dataset(file, dataset.names[0]), options.get("labels"), missing={})
         options = {"images": images, **packing_options(file, dataset.names[0], options.get("labels")), **options}
         labels = options.get("labels", schema.LABELS) or None
         # `convert` also accepts labels that are texts, or that have shape (1, N) as in files of MATLAB. Batches cannot
@@ -216,7 +219,7 @@ def _variant(dataset: H5Dataset, label: str, compression: str | None = None) -> 
     index = dataset.engine.indexes[dataset.names[0]]
     # The file may hold only a link to the dataset, possibly in another file. h5py follows such links.
     with open_file(dataset.path) as file:
-        stored = describe_dataset(require_dataset(file, dataset.names[0]))
+        stored = describe_dataset(require_dataset(file, dataset.names[0]), missing={})  # `dataset` has its sources.
     chunks = None if index.is_encoded else stored.chunks
     filters = "encoded images" if index.is_encoded else "+".join(stored.filters) or "none"
     return FileVariant(
@@ -353,12 +356,22 @@ class _Packer:
         path.unlink()
         return row_bytes, speed
 
-    def convert(self, path: Path, **changes: Any) -> ConvertReport:
+    @functools.cached_property
+    def _catalog(self) -> Catalog:
+        options = ConvertOptions.from_keywords(self._options())
+        return open_source(self._source, options.source_options, self._folder)
+
+    def _options(self) -> dict[str, Any]:
+        # Do not pack the datasets in `fields`, which would only take time.
+        return {name: value for name, value in self.options.items() if name != "fields"}
+
+    def convert(self, path: Path, *, limit: int, **changes: Any) -> ConvertReport:
         while True:
-            # Do not pack the datasets in `fields`, which would only take time.
-            options = {name: value for name, value in self.options.items() if name != "fields"}
+            options = {**self._options(), **changes, **self._workers}
             try:
-                return convert(self._source, path, **{**options, **changes, **self._workers})
+                with Conversion(self._source, path, limit=limit, **options) as conversion:
+                    conversion.catalog = self._catalog.limited(limit)  # List the images only once.
+                    return conversion.run()
             except SizesDifferError:
                 if self.options.get("size") is not None:
                     raise

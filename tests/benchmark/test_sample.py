@@ -15,10 +15,13 @@ import h5py
 import numpy as np
 import pytest
 
+from h5pack.benchmark import sample as sample_module
 from h5pack.benchmark.cases import BenchSettings
 from h5pack.benchmark.sample import BenchSample, _Packer, find_input, make_sample, scratch_folder, usual_sizes
-from h5pack.combine.convert import convert
 from h5pack.errors import H5PackError, NoSpaceError, OptionsError, SourceError, WorkerError
+from h5pack.pack import conversion
+from h5pack.pack.conversion import Conversion
+from h5pack.sources.detect import open_source
 from tests.benchmark.files import ROW_BYTES, SIZE, input_of, sample_of
 from tests.makers import flat_folder, hdf5_file, save
 from tests.monitor.fake_clock import FakeClock
@@ -101,15 +104,32 @@ def test_one_process_packs_if_others_cannot_start(folder: Path, scratch: Path, m
         asked.append(options.get("num_workers"))
         if asked[-1] != 1:
             raise WorkerError("put it under if __name__", parameters=("num_workers=1",))
-        return convert(*given, **options)
+        return Conversion(*given, **options)
 
-    monkeypatch.setattr("h5pack.benchmark.sample.convert", unguarded)
+    monkeypatch.setattr("h5pack.benchmark.sample.Conversion", unguarded)
     sample = sample_of(folder, scratch, chunk_rows=(4, 8), contiguous=False)
     assert (labels(sample), len(sample.notes)) == (["4 rows", "8 rows"], 1)
     assert asked.count(None) == 1
-    monkeypatch.setattr("h5pack.benchmark.sample.convert", lambda *_, **__: raises(WorkerError("a worker died")))
+    monkeypatch.setattr("h5pack.benchmark.sample.Conversion", lambda *_, **__: raises(WorkerError("a worker died")))
     with pytest.raises(WorkerError, match="a worker died"):
         sample_of(folder, scratch, chunk_rows=(4, 8), contiguous=False)
+
+
+@pytest.mark.parametrize("kind", ["folder", "cut"])
+def test_the_images_are_listed_once_for_all_conversions(
+    request: pytest.FixtureRequest, scratch: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    found, settings = input_of(request.getfixturevalue(kind)), BenchSettings(chunk_rows=(4, 8))
+    listed: list[Any] = []
+
+    def counted(source: Any, *given: Any) -> Any:
+        listed.append(source)
+        return open_source(source, *given)
+
+    for module in (sample_module, conversion):
+        monkeypatch.setattr(module, "open_source", counted)
+    make_sample(found, settings, scratch, time.monotonic, settings.seconds)
+    assert listed.count(found.source) == 1
 
 
 def raises(error: Exception) -> None:
