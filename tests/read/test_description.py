@@ -202,7 +202,8 @@ def test_unreadable_datasets_are_refused_in_one_line(
     with pytest.raises(PackFormatError) as caught:
         describe_file(foreign, **asked)
     assert "\n" not in str(caught.value)
-    assert (caught.value.path, caught.value.dataset) == (str(foreign), dataset)
+    found = caught.value.path, caught.value.dataset
+    assert found == (str(foreign), dataset), (caught.value, caught.value.__cause__)
 
 
 def test_numbers_unknown_to_numpy_are_refused(foreign: Path) -> None:
