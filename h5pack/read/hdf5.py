@@ -249,9 +249,9 @@ def find_item(file: h5py.File, name: str) -> Any:
         return None
 
 
-def dataset_names(file: h5py.File, links: Sequence[ExternalLink] | None = None) -> list[str]:
+def dataset_names(file: h5py.File) -> list[str]:
     """Return the paths of all datasets in a file, in the order of `list_datasets`."""
-    return list(list_datasets(file, links))
+    return list(list_datasets(file))
 
 
 def list_datasets(file: h5py.File, links: Sequence[ExternalLink] | None = None) -> dict[str, OpenDataset]:
