@@ -124,7 +124,8 @@ def write_tasks(
     row_offsets, *field_offsets = offsets
     sampled = np.zeros(plan.rows, np.bool_)
     sampled[sampled_rows(*statistics_range(plan, plan.row_order), job.keep)] = True
-    most = max(1, TASK_BYTES // plan.row_bytes)
+    # The reader may hold all images of a task in memory, where they may be larger than their rows.
+    most = max(1, TASK_BYTES // max(plan.row_bytes, plan.catalog.reader.row_bytes))
     equal_share = min(most, max(1, -(-len(missing) // (num_workers * _TASKS_PER_WORKER))))
     if plan.source_bytes:
         most = max(1, min(most, _TASK_SOURCE_BYTES * len(plan.catalog) // plan.source_bytes))

@@ -170,6 +170,7 @@ class SurveyedImage(NamedTuple):
 class SourceReader:
     """Base class of readers, which fetch the images of a source. Worker processes get a pickled or forked copy."""
 
+    row_bytes = 0  # of an image that `begin` announced, in memory; 0 if unknown
     has_labels = False  # whether `survey` returns labels and fields; if true, the catalog has none before the survey
 
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
@@ -465,9 +466,7 @@ class Catalog:
 
 def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) -> tuple[Note, ...]:
     """Return one note that `names` are not packed, or () if `names` is empty. `kind` is, for example, "columns"."""
-    if not names:
-        return ()
-    return (Note(f"not packed: {kind} {first_names(names)}; {advice}", parameters),)
+    return (Note(f"not packed: {kind} {first_names(names)}; {advice}", parameters),) if names else ()
 
 
 def one_split(count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:

@@ -22,6 +22,7 @@ from h5pack.sources.catalog import SourceReader, SurveyedImage, fingerprint
 
 CHANNEL_AXES = ("last", "first", "none")
 _BATCH_BYTES = 16 * 1024 * 1024
+_HELD_BYTES = 128 * 1024 * 1024  # of rows that are read at once because they are in many chunks
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,10 @@ class HDF5RowReader(SourceReader):
         self.engine = Engine(pack.path, pack.identity, pack.indexes, warn=form is not None)
         # The row of each image; None means that image i is row i.
         self.rows: npt.NDArray[np.int64] | None = None
+        self.row_bytes = 0 if self.index.is_encoded else self.index.row_bytes
         self._coming: list[int] = []
         self._next = 0
+        self._batch_rows = 1
         self._loaded: dict[int, npt.NDArray[Any]] = {}
 
     def take(self, indices: npt.NDArray[np.int64]) -> HDF5RowReader:
@@ -125,6 +128,13 @@ class HDF5RowReader(SourceReader):
 
     def begin(self, indices: Sequence[int]) -> None:
         self._coming, self._next = list(indices), 0
+        self._batch_rows = max(1, _BATCH_BYTES // max(1, self.index.row_bytes))
+        if self.form is not None and not self.index.raw:
+            groups = np.unique(self.index.groups_of(self._rows(np.array(self._coming, np.int64))))
+            count = len(groups) if len(self._coming) * self.index.row_bytes <= _HELD_BYTES else 1
+            if count * self.index.group_rows * self.index.row_bytes > self.engine.chunks.cache.capacity:
+                # The cache cannot keep the chunks of these rows between two reads, so read all rows at once.
+                self._batch_rows = len(self._coming)
         self._loaded.clear()
         # Rows that were announced earlier will not be read again, so their chunks can be dropped.
         self.engine.chunks.cache.clear()
@@ -185,11 +195,7 @@ class HDF5RowReader(SourceReader):
 
     def _load(self, index: int) -> npt.NDArray[Any]:
         """Return the row of an image. If it is the next announced image, prefetch images announced after it."""
-        count = max(1, _BATCH_BYTES // max(1, self.index.row_bytes))
-        if self.index.group_rows * self.index.row_bytes > self.engine.chunks.cache.capacity and not self.index.raw:
-            # The cache cannot keep such a large chunk between two reads, so read all announced rows at once.
-            count = len(self._coming)
-        coming = self._coming[self._next : self._next + count]
+        coming = self._coming[self._next : self._next + self._batch_rows]
         if coming[:1] == [index]:
             self._next += len(coming)
             try:

@@ -74,6 +74,8 @@ def test_the_bytes_of_a_task_are_limited(plan: ConvertPlan, monkeypatch: pytest.
     # Also the bytes of the images that are read.
     monkeypatch.setattr(writer, "_TASK_SOURCE_BYTES", 350 * -(-plan.source_bytes // IMAGES))
     assert max(sizes_of(tasks_of(plan, missing, 2))) == 350
+    monkeypatch.setattr(plan.catalog.reader.__class__, "row_bytes", 5 * plan.row_bytes)
+    assert max(sizes_of(tasks_of(plan, missing, 2))) == 140
     monkeypatch.setattr(writer, "TASK_BYTES", 1)
     assert set(sizes_of(tasks_of(plan, missing, 2))) == {1}
 

@@ -125,6 +125,20 @@ def test_a_group_is_decoded_once(file: Path, capacity: int | None) -> None:
     assert made.engine.snapshot().bytes_read == size
 
 
+def test_the_chunks_of_announced_rows_are_decoded_once_if_the_cache_cannot_keep_all(file: Path) -> None:
+    made = reader(file, "gzip")
+    made.engine.chunks.cache.capacity = 3 * 7 * made.index.row_bytes
+    with h5py.File(file) as opened:
+        expected = opened["gzip"][()]
+        sizes = [opened["gzip"].id.get_chunk_info(number).size for number in range(6)]
+    rows = np.random.default_rng(0).permutation(40).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hdf5_rows, "_BATCH_BYTES", 10 * made.index.row_bytes)
+        made.begin(rows)
+        assert np.array_equal([made.read(row, "") for row in rows], expected[rows])
+    assert made.engine.snapshot().bytes_read == sum(sizes)
+
+
 def test_a_reader_of_some_images_renumbers_them(file: Path) -> None:
     with h5py.File(file) as opened:
         expected = opened["gzip"][()]
