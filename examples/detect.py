@@ -1,7 +1,8 @@
 """Detection with boxes that move with their images: ``python examples/detect.py FOLDER``.
 
-FOLDER is laid out as COCO is: ``annotations/instances_train.json`` and the images in ``train/``. If FOLDER does not
-exist, it is made: discs and squares on noise, with captions. It is packed into FOLDER.h5, with images of 64x64.
+FOLDER is laid out as COCO is, with two categories: ``annotations/instances_train.json``, ``captions_train.json`` beside
+it, and the images in ``train/``. If FOLDER does not exist, it is made: discs and squares on noise, with captions. It is
+packed into FOLDER.h5, with images of 64x64.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ BATCH, EPOCHS = 64, 5
 
 
 class MixUp:
-    """Blend each image, and its label, with the next image of the batch (Zhang et al. 2018, arXiv:1710.09412).
+    """Blend each image, and its label, with the previous one of the batch (Zhang et al. 2018, arXiv:1710.09412).
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ class MixUp:
 
 
 class CutMix(MixUp):
-    """Replace a box of each image with that of the next image (Yun et al. 2019, arXiv:1905.04899)."""
+    """Replace a box of each image with that of the previous image (Yun et al. 2019, arXiv:1905.04899)."""
 
     def __call__(self, batch: Any, key: BatchKey) -> Any:
         images, labels = floats(batch), batch.labels
@@ -71,7 +71,7 @@ class CutMix(MixUp):
 
 
 def floats(batch: Any) -> torch.Tensor:
-    """Return the images of a batch, (N, C, H, W). Those of a loader are uint8, with the channels at another place."""
+    """Return the images of a batch, (N, C, H, W). Those of a loader are uint8, mostly with the channels last."""
     if not batch.images.is_floating_point():
         raise TypeError(f"the images are {batch.images.dtype}; put Normalize before this transform")
     return batch.images

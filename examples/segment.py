@@ -1,7 +1,8 @@
 """Segmentation from a folder of images and one of masks: ``python examples/segment.py FOLDER``.
 
-FOLDER has the folders "images" and "masks" with files of the same names. It is packed into FOLDER.h5 first. If FOLDER
-does not exist, it is made: discs of random places and colors on noise, whose masks are palette PNGs of two classes.
+FOLDER has the folders "images" and "masks" with files of the same names; masks have the classes 0 and 1. It is packed
+into FOLDER.h5 first. If FOLDER does not exist, it is made: discs of random places and colors on noise, whose masks are
+palette PNGs.
 """
 
 from __future__ import annotations
