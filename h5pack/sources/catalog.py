@@ -170,7 +170,7 @@ class SurveyedImage(NamedTuple):
 class SourceReader:
     """Base class of readers, which fetch the images of a source. Worker processes get a pickled or forked copy."""
 
-    row_bytes = 0  # of an image that `begin` announced, in memory; 0 if unknown
+    row_bytes = 0  # of an image that `begin` announced, with its masks, in memory; 0 if unknown
     has_labels = False  # whether `survey` returns labels and fields; if true, the catalog has none before the survey
 
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:

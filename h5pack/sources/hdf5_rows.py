@@ -102,11 +102,12 @@ class HDF5RowReader(SourceReader):
         self.has_checksums = schema.checksums_path(self.images) in pack.indexes
         self.kinds = kinds or {}
         self.masks = tuple(self.kinds)
+        if form is not None:
+            self.row_bytes = sum(pack.indexes[name].row_bytes for name in (self.images, *self.masks))
         # Do not warn that a dataset of encoded images is slow to read, because this conversion is the remedy.
         self.engine = Engine(pack.path, pack.identity, pack.indexes, warn=form is not None)
         # The row of each image; None means that image i is row i.
         self.rows: npt.NDArray[np.int64] | None = None
-        self.row_bytes = 0 if self.index.is_encoded else self.index.row_bytes
         self._coming: list[int] = []
         self._next = 0
         self._batch_rows = 1

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from h5pack.errors import PackChangedError, PackFormatError, ReadError, RejectedImageError
+from h5pack.format import schema
 from h5pack.read.description import describe_file
 from h5pack.sources import hdf5_rows
 from h5pack.sources.hdf5_rows import HDF5RowReader, PixelForm
@@ -137,6 +138,13 @@ def test_the_chunks_of_announced_rows_are_decoded_once_if_the_cache_cannot_keep_
         made.begin(rows)
         assert np.array_equal([made.read(row, "") for row in rows], expected[rows])
     assert made.engine.snapshot().bytes_read == sum(sizes)
+
+
+def test_the_bytes_of_a_row_include_its_masks(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file["x"], file["mask"] = np.zeros((4, 8, 8, 3), np.uint8), np.zeros((4, 8, 8), np.int64)
+    found = describe_file(tmp_path / "f.h5", "x", None, ("mask",))
+    assert HDF5RowReader(found, PixelForm("last"), {"mask": schema.MASK}).row_bytes == 8 * 8 * (3 + 8)
 
 
 def test_a_reader_of_some_images_renumbers_them(file: Path) -> None:
