@@ -36,7 +36,7 @@ from h5pack.read.hdf5 import (
     require_open_sources,
 )
 from h5pack.read.virtual import files_of, has_other_files, missing_sources
-from h5pack.sources.hdf5_catalog import channel_axes, find_images, is_image_array, packing_options
+from h5pack.sources.hdf5_catalog import FurtherDatasets, channel_axes, find_images, is_image_array, packing_options
 from h5pack.sources.hdf5_tables import find_labels
 from h5pack.system.text import counted, format_bytes, printable_lines
 
@@ -123,10 +123,8 @@ class DatasetReport:
                 text = f"if a field NAME has the labels, '{how} NAME' prints a fix that packs the field as labels"
                 lines.append(f"  labels: found none; {text}")
             if "--fields" in self.fix:
-                lines.append(
-                    "  split: add --val 0.1 for a validation split, and --val-groups FIELD to keep images with equal "
-                    "values of FIELD in one split"
-                )
+                groups = "--val-groups FIELD to keep images with equal values of FIELD in one split"
+                lines.append(f"  split: add --val 0.1 for a validation split, and {groups}")
             measure = ["h5pack", "bench", path, "--images", self.name]
             measure += ["--labels", _labels_of(labeled)] if "--labels" in labeled and path in labeled else []
             lines.append(f"  measure: {shlex.join(measure)}")
@@ -225,11 +223,12 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
         pack = describe_pack(file) if schema.FORMAT in file.attrs else None
         listed = list_datasets(file, links)
         missing = missing_sources({name: one for name, opened in listed.items() if has_other_files(one := opened())})
+        further = FurtherDatasets()
         return FileReport(
             path=os.fsdecode(path),
             bytes=os.path.getsize(path),
             pack=pack,
-            datasets=tuple(describe_dataset(opened(), labels, name, missing) for name, opened in listed.items()),
+            datasets=tuple(describe_dataset(one(), labels, name, missing, further) for name, one in listed.items()),
             opening=opening,
             opening_fix=_opening_fix(file, opening),
             links=links,
@@ -294,13 +293,17 @@ def faults_of(path: str | os.PathLike[str], name: str) -> tuple[str, ...]:
 
 
 def describe_dataset(
-    dataset: h5py.Dataset, labels: str | None = None, name: str = "", missing: dict[str, str] | None = None
+    dataset: h5py.Dataset,
+    labels: str | None = None,
+    name: str = "",
+    missing: dict[str, str] | None = None,
+    further: FurtherDatasets | None = None,
 ) -> DatasetReport:
     """Describe how a dataset is stored, and what makes reading single rows of it slow.
 
     `labels` is the dataset of labels that the command in `fix` names: None to detect it, "" if there are none.
     `name` is the path in the report: of a dataset in another file, that of the link to it. `missing` is what
-    `missing_sources` returns, if that is known.
+    `missing_sources` returns, if that is known. `further` is shared by several calls.
     """
     name, layout = name or dataset.name.lstrip("/"), _LAYOUTS[dataset.id.get_create_plist().get_layout()]
     filters = tuple(_FILTER_NAMES.get(item.number) or f"{item.name} ({item.number})" for item in filters_of(dataset))
@@ -313,7 +316,7 @@ def describe_dataset(
     kept_bytes = _kept_bytes(dataset)
     problem = (missing_sources({name: dataset}) if missing is None else missing).get(name)
     faults = (problem,) if problem else _faults(dataset, filters, kept=kept_bytes > 0)
-    fix = _fix(dataset, labels) if faults and not problem else None
+    fix, label_fix = _fixes(dataset, labels, further) if faults and not problem else (None, None)
     return DatasetReport(
         name=name,
         dtype=f"variable-length {getattr(element, '__name__', element)}" if varies else str(dataset.dtype),
@@ -327,7 +330,7 @@ def describe_dataset(
         cache=cache,
         faults=faults,
         fix=fix,
-        label_fix=_label_fix(dataset, fix),
+        label_fix=label_fix,
         kept_bytes=kept_bytes if faults else 0,
         files=len({source.file_name for source in dataset.virtual_sources()}) if layout == "virtual" else 0,
     )
@@ -382,12 +385,9 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
     found = []
     if per_row > 1:
         found.append(f"chunks {chunks} split each row into {per_row} parts, which must be put together")
-    stored = dataset.id.get_storage_size()
-    if not filters and not own and stored > 1.05 * dataset.nbytes:
-        found.append(
-            f"the file stores {stored / dataset.nbytes:.2f} times the array's size, because chunks extend beyond the "
-            "array"
-        )
+    ratio = dataset.id.get_storage_size() / dataset.nbytes
+    if not filters and not own and ratio > 1.05:
+        found.append(f"the file stores {ratio:.2f} times the array's size, because chunks extend beyond the array")
     times = "once" if kept else "once per shuffle window"
     if filters and not own and per_row * chunk_bytes > _DEFAULT_CACHE_BYTES:
         found.append(
@@ -414,28 +414,27 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
     return tuple(found)
 
 
-def _fix(dataset: h5py.Dataset, labels: str | None) -> tuple[str, ...]:
-    """Return a command that writes a copy with uncompressed chunks of whole rows. It decodes encoded images."""
+def _fixes(
+    dataset: h5py.Dataset, labels: str | None, further: FurtherDatasets | None
+) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """Return `DatasetReport.fix`, which writes uncompressed chunks of whole rows or decodes images, and `label_fix`."""
     name, path = dataset.name.lstrip("/"), dataset.file.filename
     is_image = dataset.dtype == np.uint8 and is_image_array(dataset.shape, dataset.dtype)
     if is_encoded(dataset) or (is_image and len(channel_axes(dataset.shape[1:])) == 1):
-        return convert_command(path, packing_options(dataset.file, name, labels))
+        fix = convert_command(path, packing_options(dataset.file, name, labels, further))
+        fields = [dataset.file[one] for one in fix[fix.index("--fields") + 1].split(",")] if lacks_labels(fix) else []
+        names = [field.name for field in fields if field.ndim == 1 and field.dtype.kind in "iu"]
+        if len(names) != 1:
+            return fix, None
+        return fix, convert_command(path, packing_options(dataset.file, name, names[0], further))
     row_bytes = math.prod(dataset.shape[1:]) * dataset.dtype.itemsize
     rows = plan_chunks(len(dataset), row_bytes, whole_pages=True).rows
     chunk = "x".join(map(str, (min(rows, len(dataset)), *dataset.shape[1:])))
-    return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, copy_name(path))
+    return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, copy_name(path)), None
 
 
 def _labels_of(command: tuple[str, ...]) -> str:
     return command[command.index("--labels") + 1]
-
-
-def _label_fix(dataset: h5py.Dataset, fix: tuple[str, ...] | None) -> tuple[str, ...] | None:
-    if fix is None or not lacks_labels(fix):
-        return None
-    fields = [dataset.file[name] for name in fix[fix.index("--fields") + 1].split(",")]
-    names = [field.name for field in fields if field.ndim == 1 and field.dtype.kind in "iu"]
-    return _fix(dataset, names[0]) if len(names) == 1 else None
 
 
 def _stats(file: h5py.File, pack: dict[str, Any], name: str | None) -> dict[str, Any]:

@@ -340,37 +340,61 @@ def _form(path: Path, dataset: h5py.Dataset, datasets: HDF5Datasets) -> PixelFor
     return PixelForm(asked or allowed[0], datasets.value_range)
 
 
-def further_datasets(file: h5py.File, images: str, labels: str | None) -> list[str]:
-    """Return the paths of the datasets, other than images and labels, that can be packed as fields.
+class FurtherDatasets:
+    """The datasets beside images that can be packed as fields. The datasets of each file are listed once."""
 
-    Leave out datasets in a group with other images, such as the images of another split, and datasets that cannot be
-    opened. Also leave out datasets whose name has a comma, or a space at its start or end, because a list of names is
-    separated by commas.
-    """
-    own = schema.RESERVED if schema.FORMAT in file.attrs else ()
-    rows, axes = len(file[images]), file[images].ndim
-    listed = list_datasets(file)
-    known = {name: fit for name, opened in listed.items() if (fit := _has_rows(file, name, rows, opened)) is not None}
-    # Datasets in a group with other images belong to these images, unless `images` is in the same group. Only arrays
-    # with as many axes as `images` count as other images, because arrays with fewer or more axes may be masks.
-    arrays = ((name, listed[name]()) for name in known)
-    groups = {os.path.dirname(name) for name, one in arrays if one.ndim == axes and _looks_like_images(one)}
-    others = tuple(f"{group}/" for group in groups if group and not images.startswith(f"{group}/"))
-    found: dict[str, str] = {}
-    for name, has_rows in known.items():
-        if name in (images, labels) or name.startswith(others) or name.split(",") != [name.strip()]:
-            continue
-        base, is_own = field_name(name), name.partition("/")[0] in own
-        fits = has_rows and not is_own and is_field_name(base)
-        if fits and (is_numeric_dtype((one := listed[name]()).dtype) or is_text(one)):
-            found.setdefault(base, name)
-    return list(found.values())
+    def __init__(self) -> None:
+        # By file: the candidates by number of rows, and the folders of images by number of axes.
+        self._listed: dict[str, tuple[dict[int, list[str]], dict[int, set[str]]]] = {}
+
+    def names(self, file: h5py.File, images: str, labels: str | None) -> list[str]:
+        """Return the paths of the datasets, other than images and labels, that can be packed as fields.
+
+        Leave out datasets in a group with other images, such as the images of another split, and datasets that cannot
+        be opened. Also leave out datasets whose name has a comma, or a space at its start or end, because a list of
+        names is separated by commas.
+        """
+        if file.filename not in self._listed:
+            self._listed[file.filename] = _list_fields(file)
+        candidates, groups = self._listed[file.filename]
+        # Datasets in a group with other images belong to these images, unless `images` is in the same group. Only
+        # arrays with as many axes as `images` count as other images, because arrays with fewer or more axes may be
+        # masks.
+        others = groups.get(file[images].ndim, set()) - set(_folders(images))
+        found: dict[str, str] = {}
+        for name in candidates.get(len(file[images]), ()):
+            if name not in (images, labels) and others.isdisjoint(_folders(name)):
+                found.setdefault(field_name(name), name)
+        return list(found.values())
 
 
-def packing_options(file: h5py.File, name: str, labels: str | None = None) -> dict[str, Any]:
+def _folders(name: str) -> list[str]:
+    """Return the paths of all groups above a dataset except the root."""
+    parts = name.split("/")
+    return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
+
+
+def _list_fields(file: h5py.File) -> tuple[dict[int, list[str]], dict[int, set[str]]]:
+    candidates: dict[int, list[str]] = {}
+    groups: dict[int, set[str]] = {}
+    for name, opened in list_datasets(file).items():
+        with contextlib.suppress(Exception):  # It cannot be opened, or NumPy does not have its type.
+            dataset = opened()
+            shape = dataset.shape or ()
+            if _looks_like_images(dataset):
+                groups.setdefault(len(shape), set()).add(os.path.dirname(name))
+            listable = name.split(",") == [name.strip()] and is_field_name(field_name(name))
+            if listable and shape and (is_numeric_dtype(dataset.dtype) or is_text(dataset)):
+                candidates.setdefault(shape[0], []).append(name)
+    return candidates, groups
+
+
+def packing_options(
+    file: h5py.File, name: str, labels: str | None = None, further: FurtherDatasets | None = None
+) -> dict[str, Any]:
     """Return the keyword arguments with which `convert` keeps the axes, labels and fields of the images in `name`.
 
-    `labels` is the dataset of labels: None to detect it, "" if there are none.
+    `labels` is the dataset of labels: None to detect it, "" if there are none. `further` is shared by several calls.
     """
     images = file[name]
     found: dict[str, Any] = {}
@@ -381,7 +405,7 @@ def packing_options(file: h5py.File, name: str, labels: str | None = None) -> di
             labels = find_labels(file, name, len(images), transposed=True)
             labels = None if labels is not None and not are_whole(file[labels]) else labels
         labels = None if labels is None else labels.strip("/")
-        fields = further_datasets(file, name, labels)
+        fields = (further or FurtherDatasets()).names(file, name, labels)
         found |= {"images": name} | ({} if labels is None else {"labels": labels})
         found |= {"fields": ",".join(fields)} if fields else {}
     axes = [] if is_encoded(images) else channel_axes(images.shape[1:])

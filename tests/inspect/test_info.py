@@ -448,6 +448,25 @@ def test_the_file_of_plain_datasets_is_looked_up_equally_often_for_any_number_of
     assert counts[0] == counts[1]
 
 
+def test_datasets_are_opened_equally_often_for_any_number_of_faulty_images(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    original = h5py.Dataset.__init__
+    monkeypatch.setattr(h5py.Dataset, "__init__", lambda *args, **kw: calls.append(1) or original(*args, **kw))
+    counts = []
+    for count in (2, 4, 6):
+        with h5py.File(tmp_path / f"{count}.h5", "w") as file:
+            for number in range(count):
+                file.create_dataset(f"g{number}/x", (400, 32, 32, 3), "u1", chunks=(10, 32, 32, 3), compression="gzip")
+                file[f"g{number}/n"] = np.arange(400)
+        calls.clear()
+        report = h5pack.info(tmp_path / f"{count}.h5")
+        counts.append(len(calls))
+        assert [one.name for one in report.datasets if one.label_fix] == [f"g{number}/x" for number in range(count)]
+    assert counts[2] - counts[1] == counts[1] - counts[0]
+
+
 def test_each_source_of_several_virtual_datasets_is_opened_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

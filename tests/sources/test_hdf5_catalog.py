@@ -16,10 +16,10 @@ from h5pack.pack.conversion import Conversion
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.hdf5_catalog import (
+    FurtherDatasets,
     HDF5Datasets,
     channel_axes,
     find_images,
-    further_datasets,
     hdf5_catalog,
     is_hdf5,
     is_image_array,
@@ -228,7 +228,7 @@ def test_paths_are_looked_up_equally_often_for_any_number_of_datasets(
         assert len(open_source(path, SourceOptions()).notes) == 1
         with h5py.File(path) as file:
             assert find_images(file) == "images"
-            assert further_datasets(file, "images", None) == ["g0/x"]
+            assert FurtherDatasets().names(file, "images", None) == ["g0/x"]
         counts.append(len(names))
     assert counts[0] == counts[1]
 
@@ -237,15 +237,15 @@ def test_datasets_beside_other_images_or_with_commas_are_no_further_datasets(tmp
     values = {"train__x": IMAGES, "train__y": LABELS, "train__age": LABELS, "train__masks__m": IMAGES[..., 0]}
     values |= {"test__x": IMAGES, "test__y": LABELS, "test__meta__id": LABELS, "names": LABELS, "preview": IMAGES}
     with h5py.File(write(tmp_path / "f.h5", **values)) as file:
-        assert further_datasets(file, "train/x", "train/y") == ["names", "preview", "train/age", "train/masks/m"]
-        assert further_datasets(file, "test/x", "test/y") == ["names", "preview", "test/meta/id"]
+        assert FurtherDatasets().names(file, "train/x", "train/y") == ["names", "preview", "train/age", "train/masks/m"]
+        assert FurtherDatasets().names(file, "test/x", "test/y") == ["names", "preview", "test/meta/id"]
     # A list of names that are separated by commas cannot hold the others.
     names = ("a,b", " c", "g,h__i", "j k")
     with h5py.File(write(tmp_path / "f.h5", images=IMAGES, **dict.fromkeys(names, LABELS))) as file:
-        assert further_datasets(file, "images", None) == ["j k"]
+        assert FurtherDatasets().names(file, "images", None) == ["j k"]
     damage(tmp_path / "f.h5", "a,b")
     with h5py.File(tmp_path / "f.h5") as file:
-        assert further_datasets(file, "images", None) == ["j k"]
+        assert FurtherDatasets().names(file, "images", None) == ["j k"]
 
 
 def test_a_pack_keeps_its_names_labels_and_splits(tmp_path: Path) -> None:
