@@ -28,8 +28,8 @@ from h5pack.read.hdf5 import (
     VERIFY_ADVICE,
     attribute_names,
     dataset_error,
-    dataset_names,
     is_filtered,
+    list_datasets,
     metadata_problem,
     open_file,
     reopen_tuned,
@@ -361,7 +361,7 @@ def _check_other_rows(file: h5py.File, found: _Structure) -> None:
     for name in (*(schema.LABELS,) * (schema.LABELS in file), *small):
         if f"{schema.CHECKSUMS}/{name}" not in file:
             found.problems.append(f"{schema.CHECKSUMS}/{name}: missing")
-    for name in dataset_names(file):
+    for name, opened in list_datasets(file).items():
         target = name.removeprefix(f"{schema.CHECKSUMS}/")
         if target == name or target in found.seen or name.startswith(f"{schema.CHUNK_CHECKSUMS}/"):
             continue
@@ -370,7 +370,7 @@ def _check_other_rows(file: h5py.File, found: _Structure) -> None:
         except PackFormatError as error:
             found.problems.append(_problem(file.filename, error))
             continue
-        if stored is None or len(stored) != len(file[name]):
+        if stored is None or len(stored) != len(opened()):
             found.problems.append(f"{name}: no dataset {target!r} with the same number of rows")
             continue
         wrong = np.flatnonzero(stored != file[name][()])

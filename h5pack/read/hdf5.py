@@ -193,13 +193,13 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
     item = find_item(file, name) if isinstance(name, str) else None
     if not isinstance(item, h5py.Dataset):
         parameter = parameter or ("images=NAME" if name == schema.IMAGES else "")
-        names = dataset_names(file)
-        alike = [found for found in names if found.endswith(f"/{name}")]
-        if not alike and parameter == "images=NAME" and len(names) <= _MAX_SORTED:
-            alike = [found for found in names if file[found].ndim >= 3]
+        listed = list_datasets(file)
+        alike = [found for found in listed if found.endswith(f"/{name}")]
+        if not alike and parameter == "images=NAME" and len(listed) <= _MAX_SORTED:
+            alike = [found for found, opened in listed.items() if opened().ndim >= 3]
         likely = f", perhaps {alike[0]!r}" if len(alike) == 1 else ""
         parameters, advice = ((parameter,), f"; give {parameter}{likely}") if parameter else ((), "")
-        problem = f"has no dataset {name!r}; its datasets are {datasets_text(file)}{advice}"
+        problem = f"has no dataset {name!r}; its datasets are {datasets_text(listed)}{advice}"
         raise PackFormatError.at(file.filename, problem, *parameters, dataset=name)
     return item
 
@@ -222,18 +222,18 @@ def read_offsets(file: h5py.File, name: str, data: h5py.Dataset, unit: str) -> n
     return offsets
 
 
-def datasets_text(file: h5py.File) -> str:
-    """Return a list of datasets for a message, such as "'X' uint8 (9, 8, 8, 3)", by descending number of axes."""
-    names = dataset_names(file)
-    # Sort only the first names, because opening all of very many datasets would take minutes.
+def datasets_text(listed: dict[str, OpenDataset]) -> str:
+    """Return what `list_datasets` returned as a text such as "'X' uint8 (9, 8, 8, 3)", by descending number of axes."""
+    # Sort only the first datasets, because opening all of very many datasets would take minutes.
+    opened = [(name, opened()) for name, opened in itertools.islice(listed.items(), _MAX_SORTED)]
     texts: list[str] = []
-    for name in sorted(names[:_MAX_SORTED], key=lambda name: -file[name].ndim)[:_MAX_NAMED]:
+    for name, dataset in sorted(opened, key=lambda one: -one[1].ndim)[:_MAX_NAMED]:
         try:
-            texts.append(f"{name!r} {file[name].dtype} {file[name].shape}")
+            texts.append(f"{name!r} {dataset.dtype} {dataset.shape}")
         except TypeError:
             # NumPy has no dtype for this dataset.
             texts.append(repr(name))
-    more = f" and {len(names) - _MAX_NAMED:,} more" if len(names) > _MAX_NAMED else ""
+    more = f" and {len(listed) - _MAX_NAMED:,} more" if len(listed) > _MAX_NAMED else ""
     return (", ".join(texts) or "none") + more
 
 
@@ -247,11 +247,6 @@ def find_item(file: h5py.File, name: str) -> Any:
         return None
     except UnicodeEncodeError:  # Names are UTF-8, so no object has a name with an unpaired surrogate.
         return None
-
-
-def dataset_names(file: h5py.File) -> list[str]:
-    """Return the paths of all datasets in a file, in the order of `list_datasets`."""
-    return list(list_datasets(file))
 
 
 def list_datasets(file: h5py.File, links: Sequence[ExternalLink] | None = None) -> dict[str, OpenDataset]:

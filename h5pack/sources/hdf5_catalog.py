@@ -253,13 +253,14 @@ def find_images(file: h5py.File) -> str:
         return schema.IMAGES
     if schema.FORMAT in file.attrs and has_kept_images(file, schema.ENCODED):
         return schema.ENCODED
-    found = [name for name, opened in list_datasets(file).items() if _looks_like_images(opened())]
+    listed = list_datasets(file)
+    found = [name for name, opened in listed.items() if _looks_like_images(opened())]
     named = [name for name in found if IMAGE_WORD.search(name)]
     for names in (found, named):
         if len(names) == 1:
             return names[0]
     shapes = "arrays (N, H, W), (N, H, W, C) or (N, C, H, W) of numbers, or encoded images"
-    problem = f"none of its datasets looks like images, that is, {shapes} (found: {datasets_text(file)})"
+    problem = f"none of its datasets looks like images, that is, {shapes} (found: {datasets_text(listed)})"
     if found:
         problem = f"{first_names(found)} look like images"
     advice = "ConcatPack in Python joins several" if found else "if each is one image, give a dataset in Python"

@@ -35,7 +35,7 @@ from h5pack.exporter import exporter
 from h5pack.exporter.exporter import ExportReport, export
 from h5pack.exporter.image_files import open_rows
 from h5pack.format.checksums import row_checksums
-from h5pack.read.hdf5 import dataset_names
+from h5pack.read.hdf5 import list_datasets
 from h5pack.sources.hdf5_catalog import HDF5Datasets
 from tests.crashing import leftovers
 from tests.exporter.folders import files_of, flip, pixels_of, stopped, tree
@@ -69,7 +69,7 @@ def pack_again(report: ExportReport, folder: Path, monkeypatch: pytest.MonkeyPat
 def content(path: Path) -> dict[str, Any]:
     """All datasets of a pack, and the names of classes and columns."""
     with h5py.File(path) as file:
-        names = [name for name in dataset_names(file) if not name.startswith("checksums/chunks/")]
+        names = [name for name in list_datasets(file) if not name.startswith("checksums/chunks/")]
         found: dict[str, Any] = {name: file[name][()].tolist() for name in names}
         if "labels" in file:
             found["classes"] = {key: value.tolist() for key, value in file["labels"].attrs.items()}
