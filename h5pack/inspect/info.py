@@ -219,14 +219,14 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
     with open_file(path) as file, reporting_damage(path):
         if labels:
             require_dataset(file, labels, "labels=NAME")
-        opening, links = opening_ranges(path), external_links(file)
+        opening, links = opening_ranges(file.filename), external_links(file)
         pack = describe_pack(file) if schema.FORMAT in file.attrs else None
         listed = list_datasets(file, links)
         missing = missing_sources({name: one for name, opened in listed.items() if has_other_files(one := opened())})
         further = FurtherDatasets()
         return FileReport(
-            path=os.fsdecode(path),
-            bytes=os.path.getsize(path),
+            path=file.filename,
+            bytes=os.path.getsize(file.filename),
             pack=pack,
             datasets=tuple(describe_dataset(one(), labels, name, missing, further) for name, one in listed.items()),
             opening=opening,

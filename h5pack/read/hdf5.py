@@ -41,7 +41,7 @@ def open_file(path: str | os.PathLike[str]) -> h5py.File:
     because another process is writing it.
     """
     require_local(path)
-    name = os.fspath(path)
+    name = os.fsdecode(path).rstrip(os.sep) or os.sep
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
         # HDF5 would wait forever for a named pipe that no process writes to.
         raise PackFormatError.at(name, "a pipe or device, in which HDF5 cannot seek; write its data to a file first")

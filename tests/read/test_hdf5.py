@@ -20,7 +20,7 @@ from h5pack.read import hdf5
 from h5pack.read.description import describe_file
 from h5pack.read.hdf5 import find_item, list_datasets, open_file, read_rows, stored_names
 from h5pack.sources.catalog import NameFilter
-from h5pack.sources.hdf5_catalog import HDF5Datasets, hdf5_catalog
+from h5pack.sources.hdf5_catalog import HDF5Datasets, detect_names, hdf5_catalog
 from tests.makers import flat_folder, hdf5_file
 
 HDF5_TEXT = (
@@ -118,6 +118,12 @@ def test_verify_does_not_call_a_file_on_a_disk_that_fails_damaged(pack: Path, mo
     assert os.strerror(errno.EIO) in problem
     assert "\n" not in problem
     assert "damaged" not in problem
+
+
+def test_a_slash_after_a_path_changes_nothing(pack: Path) -> None:
+    assert h5pack.info(f"{pack}/") == h5pack.info(pack)
+    assert detect_names(f"{pack}/", "images", "labels") == ("images", "labels")
+    assert h5pack.verify(f"{pack}/", start_method="fork").ok
 
 
 def test_rows_on_a_disk_that_fails_are_named_in_one_line(pack: Path) -> None:
