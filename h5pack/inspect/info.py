@@ -307,14 +307,15 @@ def describe_dataset(
     """
     name, layout = name or dataset.name.lstrip("/"), _LAYOUTS[dataset.id.get_create_plist().get_layout()]
     filters = tuple(_FILTER_NAMES.get(item.number) or f"{item.name} ({item.number})" for item in filters_of(dataset))
-    shape = tuple(dataset.shape or ())
-    cache = None
+    shape, cache = tuple(dataset.shape or ()), None
     if layout == "chunked":
         cache = plan_cache(shape, dataset.chunks, dataset.id.get_type().get_size(), filtered=bool(filters))
     element = h5py.check_vlen_dtype(dataset.dtype)
     varies = element is not None
-    kept_bytes = _kept_bytes(dataset)
     problem = (missing_sources({name: dataset}) if missing is None else missing).get(name)
+    if isinstance(dataset.name, bytes):
+        problem = "its name is not UTF-8, so h5pack cannot read it; rename it with h5py's Group.move"
+    kept_bytes = 0 if problem else _kept_bytes(dataset)
     faults = (problem,) if problem else _faults(dataset, filters, kept=kept_bytes > 0)
     fix, label_fix = _fixes(dataset, labels, further) if faults and not problem else (None, None)
     return DatasetReport(

@@ -254,13 +254,14 @@ def list_datasets(file: h5py.File, links: Sequence[ExternalLink] | None = None) 
 
     Datasets behind external links come last. `links` are the file's external links, by default those that
     `external_links` finds. The elements of MATLAB's cell arrays are left out, because a file can have thousands of
-    them, with names such as "#refs#/a".
+    them, with names such as "#refs#/a". Bytes of paths that are not UTF-8 become surrogates, as in `os.fsdecode`.
     """
     found = _datasets_below(file)
     for link in external_links(file) if links is None else links:
-        target = file.get(link.name) if link.found else None
+        stored = link.name.encode(errors="surrogateescape")
+        target = file.get(stored) if link.found else None
         if isinstance(target, h5py.Dataset):
-            found[link.name] = partial(file.__getitem__, link.name)
+            found[link.name] = partial(file.__getitem__, stored)
         elif isinstance(target, h5py.Group):
             found |= {f"{link.name}/{name}": opened for name, opened in _datasets_below(target).items()}
     return found
@@ -289,7 +290,7 @@ def _datasets_below(group: h5py.Group) -> dict[str, OpenDataset]:
         if kind == h5py.h5o.TYPE_GROUP:
             groups.append((path, h5py.h5g.open(groups[-1][1], name)))
         elif kind == h5py.h5o.TYPE_DATASET and not path.startswith(_MATLAB_CELLS):
-            found[path.decode()] = partial(_open_dataset, groups[-1][1], name)
+            found[path.decode(errors="surrogateescape")] = partial(_open_dataset, groups[-1][1], name)
     return found
 
 
@@ -307,13 +308,13 @@ class ExternalLink:
 
 
 def external_links(file: h5py.File) -> tuple[ExternalLink, ...]:
-    """Return the links of a file to objects in other files."""
+    """Return the links of a file to objects in other files. Paths are decoded as in `list_datasets`."""
     found: list[tuple[bytes, int]] = []
     file.id.links.visit(lambda name, info: found.append((name, info.type)), info=True)
-    names = [text(name) for name, kind in found if kind == h5py.h5l.TYPE_EXTERNAL]
-    links = {name: file.get(name, getlink=True) for name in names}
+    links = {name: file.id.links.get_val(name) for name, kind in found if kind == h5py.h5l.TYPE_EXTERNAL}
     return tuple(
-        ExternalLink(name, f"{link.filename}:{link.path}", file.get(name) is not None) for name, link in links.items()
+        ExternalLink(name.decode(errors="surrogateescape"), ":".join(map(text, target)), file.get(name) is not None)
+        for name, target in links.items()
     )
 
 

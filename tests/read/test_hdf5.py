@@ -73,19 +73,19 @@ def test_a_file_that_is_written_in_swmr_mode_is_not_called_abandoned(tmp_path: P
     assert caught.value.path == str(copied)
 
 
-@pytest.mark.parametrize("read", [h5pack.info, hdf5_catalog])
-def test_a_name_that_is_not_utf8_is_not_called_damaged(tmp_path: Path, read: Callable[..., object]) -> None:
+def test_objects_whose_names_are_not_utf8_do_not_hide_others(tmp_path: Path) -> None:
     path = hdf5_file(tmp_path / "f.h5", images=np.zeros((2, 5, 5, 3), np.uint8))
     with h5py.File(path, "a") as file:
-        file[b"caf\xe9"] = 3
-    more = (HDF5Datasets(), NameFilter()) if read is hdf5_catalog else ()
-    with pytest.raises(H5PackError) as caught:
-        read(path, *more)
-    assert r"b'caf\xe9'" in str(caught.value)
-    assert "damaged" not in str(caught.value)
-    with h5py.File(path, "a") as file:
-        file.move(b"caf\xe9", "cafe")
-    read(path, *more)
+        file[b"caf\xe9"], file[b"\xff/y"], file[b"\xfe"] = 3, 4, h5py.ExternalLink("none.h5", "x")
+        file[b"\xfd"] = h5py.ExternalLink("f.h5", "images")
+    report = h5pack.info(path)
+    assert [one.name for one in report.datasets] == ["caf\udce9", "images", "\udcff/y", "\udcfd"]
+    assert [one.name for one in report.datasets if one.faults] == ["caf\udce9", "\udcff/y"]
+    assert [(one.name, one.found) for one in report.links] == [("\udcfd", True), ("\udcfe", False)]
+    listed = hdf5_catalog(path, HDF5Datasets(images="images"), NameFilter())
+    assert (len(listed.names), len(listed.notes)) == (2, 3)
+    with pytest.raises(PackFormatError, match="caf"):
+        describe_file(path, "photos")
 
 
 @pytest.mark.parametrize(
