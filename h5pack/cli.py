@@ -273,9 +273,10 @@ class _SignalHandler:
 
 def _interrupted(arguments: argparse.Namespace) -> str:
     """Return the message after SIGINT or SIGTERM. If there is unfinished output, the message says how to continue."""
-    if getattr(arguments, "out", None) is None:
+    given = getattr(arguments, "out", getattr(arguments, "folder", None))
+    if given is None:
         return "interrupted"
-    out = Path(arguments.out)
+    out = Path(given)
     # `append` first packs the new images into OUT.new or, if OUT is a virtual file, into a further shard.
     endings = (".partial", ".partial.shards", ".partial.survey", ".new", ".new.partial", ".new.partial.survey")
     shards = f"{glob.escape(out.stem)}-{'[0-9]' * 5}{glob.escape(out.suffix)}.partial*"

@@ -307,6 +307,11 @@ def test_parameters_in_messages_become_options(message: str, parameters: tuple[s
     assert option_text(message, parameters, parser) == expected
 
 
+def test_an_empty_folder_is_called_by_its_name_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["export", "a.h5", ""]) == 2
+    assert "h5pack: DIR '' " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", [errors.OutputExistsError, errors.NoSpaceError, errors.DamagedRowsError])
 def test_errors_carry_data_between_processes(kind: type[errors.H5PackError]) -> None:
     error = kind("a message", path=Path("a.h5"), dataset="images", rows=[3, 4], parameters=("size",))

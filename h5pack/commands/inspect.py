@@ -81,8 +81,9 @@ def _add_export(commands: Any) -> None:
     )
     export.set_defaults(run=_export)
     export.add_argument("file", metavar="FILE", help="a pack, or any HDF5 file")
-    # The argument must be called "out": after Ctrl-C, the command line looks for unfinished output at arguments.out.
-    export.add_argument("out", type=lambda name: name.rstrip("/") or name, metavar="DIR", help="the folder to create")
+    export.add_argument(
+        "folder", type=lambda name: name.rstrip("/") or name, metavar="DIR", help="the folder to create"
+    )
 
     what = export.add_argument_group("what to export")
     add_splits(what, "export only this split")
@@ -139,8 +140,8 @@ def _export(arguments: argparse.Namespace) -> int:
     """Export the images; return the exit status, 1 if any rows could not be exported."""
     from h5pack.exporter.exporter import export
 
-    report = export(folder=arguments.out, progress=is_verbose(arguments), **keywords(arguments, export))
-    named = replace(report, path=arguments.out)
+    report = export(progress=is_verbose(arguments), **keywords(arguments, export))
+    named = replace(report, path=arguments.folder)
     if arguments.json or not arguments.quiet:
         print_report(report if arguments.json else named, arguments)
     if not report.ok and not arguments.json:
