@@ -38,6 +38,7 @@ from h5pack.read.hdf5 import (
 from h5pack.read.virtual import files_of, has_other_files, missing_sources
 from h5pack.sources.hdf5_catalog import FurtherDatasets, channel_axes, find_images, is_image_array, packing_options
 from h5pack.sources.hdf5_tables import find_labels
+from h5pack.system.parameters import flags
 from h5pack.system.text import counted, format_bytes, printable_lines
 
 _DEFAULT_CACHE_BYTES = int(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2])  # 8 MiB; 1 MiB before HDF5 2.0
@@ -95,9 +96,8 @@ class DatasetReport:
     def to_text(self, path: str, full: bool = False) -> str:
         """Return the report as lines of text; `full` adds details. `path`, the file's path, is used in commands."""
         share = f", {self.overhead:.3f} times the array's size" if self.bytes and self.layout == "chunked" else ""
-        stored = f"{format_bytes(self.stored_bytes)} stored{share}"
-        if self.layout == "virtual":
-            stored = f"refers to {counted(self.files, 'file')}"
+        size = f"{format_bytes(self.stored_bytes)} stored{share}"
+        stored = f"refers to {counted(self.files, 'file')}" if self.layout == "virtual" else size
         lines = [f"/{self.name}: {self.dtype} {shape_text(self.shape) or 'scalar'}, {self.layout}, {stored}"]
         details = []
         if self.chunks is not None:
@@ -216,6 +216,7 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
     PackFormatError
         If the file is missing, damaged or not HDF5, or has no dataset `labels`.
     """
+    flags(stats=stats)
     with open_file(path) as file, reporting_damage(path):
         if labels:
             require_dataset(file, labels, "labels=NAME")
@@ -470,9 +471,8 @@ def _label_counts(labels: h5py.Dataset, parts: Sequence[Sequence[int]] = ()) -> 
         return dict(zip(columns, np.count_nonzero(values, axis=0).tolist(), strict=True))
     numbers, counts = np.unique(values, return_counts=True)
     classes = attribute_names(labels, schema.CLASSES) or ()
-    found: Counter[str] = Counter()
+    found: Counter[str] = Counter()  # Several classes may have the same name; their counts are added.
     for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-        # Several classes may have the same name; their counts are added.
         found[classes[number] if 0 <= number < len(classes) else str(number)] += count
     return dict(found)
 

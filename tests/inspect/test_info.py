@@ -18,7 +18,7 @@ import h5pack
 from h5pack.benchmark.cases import BenchSettings
 from h5pack.benchmark.sample import find_input
 from h5pack.cli import main
-from h5pack.errors import PackFormatError
+from h5pack.errors import OptionsError, PackFormatError
 from h5pack.inspect import info as info_module
 from h5pack.inspect.info import DatasetReport
 from h5pack.inspect.pack_metadata import pack_lines
@@ -493,6 +493,13 @@ def test_each_source_of_several_virtual_datasets_is_opened_once(
         "2",
         "3",
     ]
+
+
+@pytest.mark.parametrize("stats", ["no", 1, None, np.ones(1, bool)])
+def test_stats_must_be_true_or_false(tmp_path: Path, stats: Any) -> None:
+    with pytest.raises(OptionsError) as caught:
+        h5pack.info(hdf5_file(tmp_path / "f.h5", images=np.zeros((2, 8, 8), np.uint8)), stats=stats)
+    assert caught.value.parameters[0].startswith("stats=")
 
 
 def test_a_missing_target_of_a_link_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
