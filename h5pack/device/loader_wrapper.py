@@ -55,8 +55,9 @@ class LoaderWrapper(Closeable):
     """
 
     def __init__(self, loader: Any) -> None:
-        # Refuse a str, such as the path of a pack, because its letters would be the batches.
-        if isinstance(loader, (str, bytes)) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+        is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
+        # Refuse a str, because its letters would be the batches. An array without axes has `__iter__`, which fails.
+        if isinstance(loader, (str, bytes)) or getattr(loader, "ndim", None) == 0 or not is_iterable:
             advice = "give an H5Loader, a DataLoader or another iterable of batches"
             raise OptionsError(f"the loader is a {type(loader).__name__}; {advice}", parameters=("loader",))
         self.loader = loader

@@ -249,6 +249,8 @@ class Normalize:
             self._check_out(out, (count, channels, *size), images.device)
         changes = Changes(False, False, False, self.augmentation.resize)
         if draws is not None:
+            if not isinstance(draws, AugmentationDraws):
+                raise invalid("draws", draws, "give what Normalize.draw returned")
             draws.check(pixels)
             # The draws may come from another Normalize, so all kinds of changes and any window are possible.
             changes = Changes(True, True, True, changes.resize)
@@ -379,6 +381,8 @@ class Normalize:
         return images if channels == "last" else images.permute(0, 2, 3, 1)
 
     def _check_out(self, out: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+        if not isinstance(out, torch.Tensor):
+            raise invalid("out", out, "give a tensor")
         memory_format = torch.contiguous_format if self.layout == "contiguous" else torch.channels_last
         found = (tuple(out.shape), out.dtype, out.device, out.is_contiguous(memory_format=memory_format))
         if found != (shape, self.dtype, device, True):

@@ -279,7 +279,7 @@ def test_states_of_other_settings_are_refused(dataset: h5pack.H5Dataset) -> None
     [({"factor": factor}, "factor") for factor in (0.5, float("nan"), float("inf"), "two", "2", True, np.True_, None)]
     + [({"factor": np.ones(2)}, "factor")]
     + [({"factor": 9}, "max_factor"), ({"max_factor": 0}, None)]
-    + [({"loader": loader}, "loader") for loader in (7, "pack.h5", b"pack.h5")],
+    + [({"loader": loader}, "loader") for loader in (7, "pack.h5", b"pack.h5", np.array(7), torch.tensor(7))],
 )
 def test_invalid_options_are_refused(settings: dict[str, Any], parameter: str | None) -> None:
     with pytest.raises(OptionsError) as caught:
