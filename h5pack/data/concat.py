@@ -14,6 +14,7 @@ from h5pack.data.dataset import H5Dataset, batch_fields
 from h5pack.data.decoding import NO_KEY, DrawKey, DrawnIndex
 from h5pack.data.samples import IMAGES, LABELS, ROWS, BatchSource, SampleBatch, positions_of
 from h5pack.errors import OptionsError
+from h5pack.system.parameters import refuse_path
 
 Rows = npt.NDArray[np.int64]
 
@@ -43,11 +44,13 @@ class ConcatPack(BatchSource):
     """
 
     def __init__(self, datasets: Sequence[H5Dataset]) -> None:
+        refuse_path("datasets", datasets, "[H5Dataset({}), ...]")
         self.datasets = tuple(datasets) if isinstance(datasets, Iterable) else ()
         if not self.datasets:
             problem = "is empty" if isinstance(datasets, Iterable) else f"is {datasets!r}"
             raise OptionsError(f"datasets {problem}; give H5Datasets in a list", parameters=("datasets",))
         for dataset in self.datasets:
+            refuse_path("datasets", dataset, "[H5Dataset({}), ...]")
             if not isinstance(dataset, H5Dataset):
                 raise OptionsError(
                     f"datasets contains a {type(dataset).__name__}; give only H5Datasets", parameters=("datasets",)

@@ -22,7 +22,7 @@ from h5pack.order.mixture import BLOCK_ROWS, Mixture, MixturePlan
 from h5pack.order.permutation import derive_key
 from h5pack.order.weights import MAX_SAMPLES
 from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
-from h5pack.system.parameters import flags, real_number, whole_number
+from h5pack.system.parameters import flags, real_number, refuse_path, whole_number
 
 _PERIOD = 10_000
 
@@ -80,6 +80,7 @@ class MixtureSampler(BatchOrder):
         rank: int | None = None,
         num_replicas: int | None = None,
     ) -> None:
+        refuse_path("dataset", dataset, "ConcatPack([H5Dataset({}), ...])")
         if not isinstance(dataset, ConcatPack):
             raise OptionsError(
                 f"dataset is a {type(dataset).__name__}; give a ConcatPack of the packs", parameters=("dataset",)

@@ -24,7 +24,7 @@ from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
 from h5pack.order.window import OrderPlan
 from h5pack.read.engine import Engine
 from h5pack.system.arrays import row_array
-from h5pack.system.parameters import flags, invalid, launched_number, whole_number
+from h5pack.system.parameters import flags, invalid, launched_number, refuse_path, whole_number
 from h5pack.system.text import error_line, short_repr
 
 _BLOCK_ROWS = 1 << 16
@@ -131,6 +131,7 @@ def _select_rows(
         # Do not call `joined`: it refuses datasets with transforms, but a DataLoader can use these.
         first, *others = base.datasets
         base, digested = first.joined_with(others), True
+    refuse_path("dataset", base)
     if not isinstance(base, H5Dataset):
         advice = "give an H5Dataset or a ConcatPack, or a torch Subset of one"
         if isinstance(base, Sampler):

@@ -17,7 +17,7 @@ from h5pack.data.selection import resolve_ranks
 from h5pack.errors import OptionsError, StateError
 from h5pack.order.cursor import finish_epoch
 from h5pack.order.window import OrderPlan
-from h5pack.system.parameters import whole_number
+from h5pack.system.parameters import refuse_path, whole_number
 
 
 @dataclass
@@ -55,9 +55,9 @@ class LoaderWrapper(Closeable):
     """
 
     def __init__(self, loader: Any) -> None:
+        refuse_path("loader", loader, "H5Loader(H5Dataset({}), batch_size=...)")
         is_iterable = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
-        # Refuse a str, because its letters would be the batches. An array without axes has `__iter__`, which fails.
-        if isinstance(loader, (str, bytes)) or getattr(loader, "ndim", None) == 0 or not is_iterable:
+        if not is_iterable or getattr(loader, "ndim", None) == 0:  # An array without axes has `__iter__`, which fails.
             advice = "give an H5Loader, a DataLoader or another iterable of batches"
             raise OptionsError(f"the loader is a {type(loader).__name__}; {advice}", parameters=("loader",))
         self.loader = loader

@@ -50,7 +50,7 @@ from h5pack.device.resize import find_taps, resize, resize_on_cpu
 from h5pack.device.targets import checked_fields
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, ResizedCrop
-from h5pack.system.parameters import invalid, whole_number
+from h5pack.system.parameters import invalid, refuse_path, whole_number
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -190,6 +190,7 @@ class Normalize:
         OptionsError
             If the dataset has no statistics, or the datasets of a ConcatPack have different statistics.
         """
+        refuse_path("dataset", dataset)
         found = {stored_statistics(part) for part in base_datasets(dataset)}
         if len(found) != 1:
             none = f"a {type(dataset).__name__} is not an H5Dataset, nor a Subset or ConcatPack of them"

@@ -42,6 +42,12 @@ def require_local(path: str | os.PathLike[str], parameter: str = "path") -> None
         raise OptionsError.at(name, problem)
 
 
+def refuse_path(name: str, value: object, code: str = "H5Dataset({})") -> None:
+    """Raise OptionsError if a parameter's value is a path instead of an object; `code` makes the object of a path."""
+    if isinstance(value, (str, bytes, os.PathLike)):
+        raise invalid(name, value, f"give {code.format(repr(os.fspath(value)))}", "is a path")
+
+
 def output_file(path: str | os.PathLike[str]) -> str:
     """Return the path of the file to write: `path`, or its target if it is a symbolic link.
 

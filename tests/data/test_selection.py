@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,19 @@ class Endless(Dataset[int]):
 def test_datasets_without_chunks(wrong: Any) -> None:
     with pytest.raises(OptionsError, match="chunks"):
         h5pack.ChunkBatchSampler(wrong, 4)
+
+
+@pytest.mark.parametrize("path", ["a.h5", b"a.h5", Path("a.h5")])
+def test_a_path_of_a_dataset_is_answered_by_the_code_that_opens_it(path: Any) -> None:
+    for make in (
+        *(h5pack.H5Loader, h5pack.ChunkSampler, h5pack.ConcatPack, lambda one: h5pack.ConcatPack([one])),
+        *(partial(kind, batch_size=2) for kind in (h5pack.ChunkBatchSampler, h5pack.MixtureSampler)),
+        *(h5pack.DeviceFeed, partial(h5pack.EchoLoader, factor=2), h5pack.FeedMonitor, h5pack.Normalize.from_dataset),
+    ):
+        with pytest.raises(OptionsError) as caught:
+            make(path)
+        assert f"H5Dataset({os.fspath(path)!r})" in str(caught.value)
+        assert caught.value.parameters[0].endswith(f"={path!r}")
 
 
 @pytest.mark.parametrize(
