@@ -41,7 +41,7 @@ from h5pack.read.hdf5 import (
     stored_names,
     text,
 )
-from h5pack.read.ragged import index_ragged, is_ragged, own_fields
+from h5pack.read.ragged import index_ragged, is_ragged, own_fields, require_known_kind
 from h5pack.read.virtual import index_rows
 from h5pack.system.files import absolute_path
 from h5pack.system.machine import available_cpus
@@ -413,7 +413,11 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
         if length != rows:
             problems.append(f"{name}: {length:,} rows, but there are {rows:,} images")
     for name in (schema.LABELS, *own_fields(file)):
-        _check_attributes(file, name, problems)
+        try:
+            require_known_kind(file, name)
+            _check_attributes(file, name, problems)
+        except PackFormatError as error:
+            problems.append(_problem(file.filename, error))
     names, splits = file.get(schema.SPLIT_NAMES), file.get(schema.SPLIT_ROWS)
     if isinstance(splits, h5py.Dataset):
         count = getattr(names, "shape", None) or (splits.shape or ())[:1]

@@ -28,7 +28,7 @@ from h5pack.read.hdf5 import (
     require_filters,
     text,
 )
-from h5pack.read.ragged import RaggedIndex, find_field, index_ragged, is_ragged
+from h5pack.read.ragged import RaggedIndex, find_field, index_ragged, is_ragged, require_known_kind
 from h5pack.read.storage import FileIdentity
 from h5pack.read.virtual import index_rows, other_files
 from h5pack.read.virtual_index import VirtualIndex
@@ -172,6 +172,7 @@ def _index(file: h5py.File, name: str, role: str, *, sized: bool) -> ChunkIndex 
     if role == "fields" and is_ragged(file, name):
         return index_ragged(file, name)
     dataset = require_dataset(file, name, "fields=[NAME]" if role == "fields" else f"{role}=NAME")
+    require_known_kind(file, name)
     _require_rows(file, dataset, role == "images")
     if is_encoded(dataset):
         return replace(index_encoded(file, dataset, name, sized=sized), external_files=other_files(file, dataset))

@@ -67,7 +67,7 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
     data_name = f"{name}/{schema.FIELD_DATA}"
     data = require_dataset(file, data_name)
     if kind not in schema.RAGGED_KINDS:
-        raise dataset_error(file.filename, name, f"is of the unknown kind {kind!r}; use a newer version of h5pack")
+        raise _unknown_kind(file, name, kind)
     if data.ndim < 1 or not is_numeric_dtype(data.dtype) or 0 in data.shape[1:]:
         problem = f"is {data.dtype} {data.shape}, not rows of numbers; {VERIFY_ADVICE}"
         raise dataset_error(file.filename, data_name, problem)
@@ -85,6 +85,19 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
         data=index_rows(file, data, data_name),
         classes=attribute_names(file[name], schema.CLASSES),
     )
+
+
+def require_known_kind(file: h5py.File, name: str) -> None:
+    """Raise PackFormatError if a pack's field is a dataset whose kind this version does not know."""
+    item = find_item(file, name) if os.path.dirname(name) == schema.FIELDS and schema.FORMAT in file.attrs else None
+    if isinstance(item, h5py.Dataset):
+        kind = text(item.attrs.get(schema.KIND, schema.ARRAY))
+        if kind not in (schema.ARRAY, *schema.PIXEL_KINDS):
+            raise _unknown_kind(file, name, kind)
+
+
+def _unknown_kind(file: h5py.File, name: str, kind: str) -> PackFormatError:
+    return dataset_error(file.filename, name, f"is of the unknown kind {kind!r}; use a newer version of h5pack")
 
 
 _WANTED: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {

@@ -142,6 +142,19 @@ def test_a_field_that_is_damaged_is_an_error_and_a_problem(pack: Path, damage: s
         h5pack.convert(pack, pack.with_name("p.h5"), **quick())
 
 
+def test_an_array_of_an_unknown_kind_is_refused_if_it_is_asked_for(pack: Path) -> None:
+    with h5py.File(pack, "r+") as file:
+        file["fields/score"].attrs["kind"] = np.bytes_(b"song")
+    with pytest.raises(PackFormatError) as caught:
+        h5pack.H5Dataset(pack, fields=["score"])
+    assert caught.value.dataset == "fields/score"
+    assert len(h5pack.H5Dataset(pack, fields=["boxes"])[:]) == COUNT
+    assert not h5pack.verify(pack, num_workers=1).ok
+    # A copy would call the field an array.
+    with pytest.raises(PackFormatError):
+        h5pack.subset(pack, pack.with_name("p.h5"), rows="0:2")
+
+
 def test_entries_of_no_row_are_a_problem(pack: Path) -> None:
     with h5py.File(pack, "r+") as file:
         offsets(lambda values: np.minimum(values, values[-1] - 1))(file["fields/boxes"])
