@@ -126,10 +126,10 @@ def whole_number(name: str, value: Any, minimum: int | None, maximum: int | None
     """Return a parameter's value as an int; raise OptionsError for bools, non-integers and values out of bounds."""
     low, high = -math.inf if minimum is None else minimum, math.inf if maximum is None else maximum
     try:
-        number = operator.index(value)
+        number = None if _is_bool(value) else operator.index(value)
     except TypeError:
         number = None
-    if _is_bool(value) or number is None or not low <= number <= high:
+    if number is None or not low <= number <= high:
         allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         bound = "" if minimum is None else f" {allowed}"
         raise invalid(name, value, f"it must be a whole number{bound}")

@@ -56,7 +56,7 @@ def test_unlabeled_images_cannot_be_unpacked_as_images_and_labels(tmp_path: Path
 
 @pytest.mark.parametrize("entries", [
     [torch.arange(2), torch.tensor(3)],  # a row whose only entry was squeezed
-    [torch.zeros(2, dtype=torch.float8_e4m3fn), torch.ones(1, dtype=torch.float8_e4m3fn)],
+    [torch.zeros(2).to(torch.float8_e4m3fn), torch.ones(1).to(torch.float8_e4m3fn)],
     [torch.zeros(2, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16)],
     [torch.arange(2), torch.arange(3, 6)],
 ])  # fmt: skip

@@ -175,7 +175,7 @@ def test_a_field_of_a_pack_that_is_named_like_labels_stays_a_field(tmp_path: Pat
 @pytest.mark.parametrize(
     ("scale", "given", "options"),
     [(1, {}, {"layout": "nchw"}), (1, {}, {"mode": "gray"}), (1 / 255, {}, {}),
-     (np.int16(4), {"value_range": (0, 1020)}, {"size": 16})],
+     (np.full(1, 4, np.int16), {"value_range": (0, 1020)}, {"size": 16})],
 )  # fmt: skip
 def test_fields_may_hold_images(tmp_path: Path, scale: Any, given: dict[str, Any], options: dict[str, Any]) -> None:
     path = hdf5_file(tmp_path / "f.h5", left=NCHW[:9] * scale, right=NCHW[8::-1] * scale, other=NCHW[:9] // 2)

@@ -60,7 +60,7 @@ def test_numbers_outside_the_range_are_refused(value: float, dtype: Any) -> None
         PixelForm("none").pixels(row)
     assert caught.value.parameters == ("value_range",)
     with pytest.raises(RejectedImageError, match=r"0\.0 to 1\.0000001, are"):
-        PixelForm("last", (0.0, 1.0)).pixels(np.array([[[0]], [[np.nextafter(np.float32(1), 2)]]], np.float32))
+        PixelForm("last", (0.0, 1.0)).pixels(np.array([[[0]], [[1 + 2**-23]]], np.float32))
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
