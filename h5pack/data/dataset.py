@@ -304,9 +304,13 @@ class H5Dataset(BatchSource):
         return batch
 
     def joined_with(self, others: Sequence[H5Dataset]) -> H5Dataset:
-        """Return one dataset with the samples of this dataset, then of `others`, which must have the same fields."""
+        """Return one dataset with the samples of this dataset, then of `others`, which must have the same fields.
+
+        The classes are those of the dataset with most. The caller must check that the names of classes agree.
+        """
         made, datasets = copy.copy(self), (self, *others)
-        made._pack = join_descriptions([one._pack for one in datasets])
+        made._pack = join_descriptions([one._pack for one in datasets], same_names=False)
+        made.classes = max((one.classes for one in datasets), key=lambda names: len(names or ()))
         starts = np.cumsum([0, *(one.engine.indexes[one.names[0]].rows for one in datasets)]).tolist()
         made.rows = joined_ranges([moved_rows(one.rows, start) for one, start in zip(datasets, starts, strict=False)])
         made.splits, made.ragged = made._pack.splits, made._pack.ragged

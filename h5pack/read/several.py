@@ -56,15 +56,16 @@ def list_files(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     return list(found)
 
 
-def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
+def join_descriptions(packs: Sequence[FileDescription], *, same_names: bool = True) -> FileDescription:
     """Return one description of several files, whose rows follow each other in the order of the files.
 
     The mean and standard deviation cover all rows from which the files' statistics were computed. Raises
-    PackFormatError if the files differ in datasets, row shapes, dtypes, classes or other metadata.
+    PackFormatError if the files differ in datasets, row shapes, dtypes or other metadata; if `same_names` is true, also
+    in the names of classes or columns. If it is false, the description has the names of the first file.
     """
     first = packs[0]
     for pack in packs[1:]:
-        _require_alike(first, pack)
+        _require_alike(first, pack, _NAMES if not same_names else ())
     starts = np.cumsum([0, *(next(iter(pack.indexes.values())).rows for pack in packs)]).tolist()
     splits: dict[str, list[RowNumbers]] = {}
     for pack, start in zip(packs, starts, strict=False):
@@ -83,10 +84,13 @@ def join_descriptions(packs: Sequence[FileDescription]) -> FileDescription:
     )
 
 
-def _require_alike(first: FileDescription, other: FileDescription) -> None:
+_NAMES = ("the classes", "the columns", "the classes of fields")
+
+
+def _require_alike(first: FileDescription, other: FileDescription, except_for: Sequence[str]) -> None:
     others = _metadata(other)
     for what, one in _metadata(first).items():
-        if one != (two := others[what]):
+        if one != (two := others[what]) and what not in except_for:
             if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
                 shared = {*one} & {*two}
                 one, two = ([entry for entry in found if entry not in shared] or found for found in (one, two))

@@ -259,8 +259,16 @@ def test_packs_whose_classes_differ_are_not_concatenated(tmp_path: Path) -> None
         with pytest.raises(OptionsError, match=r"class 1: 'b' and 'c'") as error:
             concat(*paths)
         assert error.value.path == str(other)
-    assert len(concat(first, more)) == 12  # as after `append`, which keeps the numbers of the old classes
-    assert len(concat(first, other, labels=None)) == len(concat(first, other, target_transform=int)) == 12
+    for paths in ((first, more), (more, first)):  # as after `append`, which keeps the numbers of the old classes
+        both = concat(*paths)
+        assert len(both) == 12
+        assert both.joined().classes == ("a", "b", "c")
+        mixture = h5pack.MixtureSampler(both, 5, num_samples=10)
+        for loader in (h5pack.H5Loader(both, 5), h5pack.H5Loader(both, batch_sampler=mixture)):
+            assert {len(batch.labels) for batch in loader} == ({5, 2} if loader.batch_sampler is None else {5})
+    for settings in ({"labels": None}, {"target_transform": int}):
+        both = concat(first, other, **settings)
+        assert sorted(h5pack.ChunkSampler(both)) == [*range(12)]
     paths = tmp_path / "p.h5", tmp_path / "q.h5"
     for path in paths:
         with h5py.File(hdf5_file(path, images=np.zeros((2, 3, 3, 3), np.uint8)), "a") as file:
@@ -277,7 +285,8 @@ def test_datasets_whose_fields_have_other_classes_are_not_concatenated(tmp_path:
             file["tags/data"], file["tags/offsets"] = np.arange(2), np.arange(3)
             file["tags"].attrs["classes"] = classes
         datasets.append(h5pack.H5Dataset(path, fields=["tags"]))
-    assert len(h5pack.ConcatPack(datasets[:2])) == 4
+    both = h5pack.ConcatPack(datasets[:2])
+    assert [len(batch.tags) for batch in h5pack.H5Loader(both, 3)] == [3, 1]
     with pytest.raises(OptionsError) as caught:
         h5pack.ConcatPack(datasets)
     assert (caught.value.path, caught.value.parameters) == (datasets[2].path, ("fields",))
