@@ -197,6 +197,13 @@ def test_a_loop_of_soft_links_leads_to_no_object(tmp_path: Path) -> None:
         assert caught.value.dataset == images
 
 
+def test_a_missing_object_whose_error_has_no_text_is_none(pack: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = UnicodeDecodeError("utf-8", b"L\xea\xd7aU", 1, 2, "invalid continuation byte")
+    monkeypatch.setattr(h5py.File, "__getitem__", Mock(side_effect=freed))
+    with h5py.File(pack) as file:
+        assert find_item(file, "nothing") is None
+
+
 def test_a_message_opens_and_names_few_of_very_many_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hdf5_file(tmp_path / "f.h5", **{f"photos/{number}": np.zeros((2, 2, 3), np.uint8) for number in range(30)})
     monkeypatch.setattr(hdf5, "_MAX_SORTED", 25)
