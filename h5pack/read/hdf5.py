@@ -241,8 +241,8 @@ def find_item(file: h5py.File, name: str) -> Any:
     """Return the object called `name`, or None. If it is damaged, raise PackFormatError, unlike ``file.get``."""
     try:
         return file[name]
-    # A loop of soft links, perhaps above the object, is a RuntimeError. h5py 3.16 sometimes reads the text of an error
-    # after HDF5 has freed it, which raises UnicodeDecodeError instead of KeyError (seen in tests).
+    # A loop of soft links, perhaps above the object, is a RuntimeError. If garbage collection closes HDF5 objects while
+    # h5py reads the text of an error, HDF5 frees the text, and UnicodeDecodeError may be raised instead of KeyError.
     except (KeyError, RuntimeError, UnicodeDecodeError) as error:
         if "too many links" not in str(error) and isinstance(file.get(name, getlink=True), h5py.HardLink):
             raise dataset_error(file.filename, name, metadata_problem(error, "has damaged metadata")) from error
