@@ -20,8 +20,10 @@ from torch.utils.data import Subset
 import h5pack
 from h5pack import cli, errors
 from h5pack.benchmark.cases import BenchCase
+from h5pack.benchmark.mixing import MixingReport, OrderMixing
 from h5pack.benchmark.recommend import Recommendation
 from h5pack.benchmark.report import BenchReport
+from h5pack.combine.write import CombineReport
 from h5pack.exporter.exporter import ExportReport
 from h5pack.format import schema
 from h5pack.inspect.info import DatasetReport
@@ -148,10 +150,11 @@ def test_the_json_keys_are_listed(tmp_path: Path) -> None:
         plan = conversion.plan().to_json()
         conversion.run()
     info = h5pack.info(tmp_path / "o.h5", stats=True).to_json()
-    blocks = dict(re.findall(r"^\*\*`([\w -]+)`\*\*\n(.*?)(?=^\*\*|\Z)", page("json.md"), re.M | re.S))
+    blocks = dict(re.findall(r"^\*\*`([^*]+)`\*\*(.*?)(?=^\*\*|\Z)", page("json.md"), re.M | re.S))
     found = {
         "convert --json": {field.name for field in fields(ConvertReport)},
         "convert --dry-run --json": {*plan, "estimated_seconds"},
+        "append --json`, `join --json`, `subset --json": {field.name for field in fields(CombineReport)},
         "info --json": {*info, *info["pack"], *(field.name for field in fields(DatasetReport)), "overhead"},
         "verify --json": set(h5pack.verify(tmp_path / "o.h5").to_json()),
     }
@@ -159,6 +162,10 @@ def test_the_json_keys_are_listed(tmp_path: Path) -> None:
     found["export --json"] = {"ok", *(field.name for field in fields(ExportReport))}
     found["preview --json"] = {"ok", *(field.name for field in fields(PreviewReport) if field.name != "sheet")}
     found["bench --json"] = {*bench, *(field.name for noun in (Recommendation, BenchCase) for field in fields(noun))}
+    found["bench --mixing --json"] = {
+        "advice",
+        *(field.name for one in (MixingReport, OrderMixing) for field in fields(one)),
+    }
     doctor = doctor_report().to_json()
     found["doctor --json"] = {*doctor, *doctor["stages"][0], *doctor["facts"]}
     assert set(blocks) == set(found)
