@@ -68,8 +68,8 @@ def _add_source(parser: argparse.ArgumentParser) -> None:
         "parquet or mds (default: detected)",
     })  # fmt: skip
     add_options(what, {
-        "--include GLOB": "pack only files whose name, or path relative to SOURCE, matches GLOB; repeatable",
-        "--exclude GLOB": "do not pack files whose name, or path relative to SOURCE, matches GLOB; repeatable",
+        "--include GLOB": "pack only files whose name, or path as the pack stores it, matches GLOB; repeatable",
+        "--exclude GLOB": "do not pack files whose name, or path as the pack stores it, matches GLOB; repeatable",
     }, action="append")  # fmt: skip
     add_options(what, {
         "--limit N": "pack at most N images, evenly spaced in SOURCE",
