@@ -153,11 +153,13 @@ def write_combination(plan: Combination, out: Path, *, overwrite: bool, resume: 
 
 
 def _existing_report(plan: Combination, output: Output) -> CombineReport:
-    """Return the report of a complete output; raise OutputExistsError if it was made of other packs or rows."""
+    """Return the report of a complete output; raise OutputExistsError if it is not a copy of these rows."""
     with open_file(output.final) as file:
         same = text(file.attrs.get(schema.OPTIONS, b"")) == options_text(plan.options()) and _has_tables(file, plan)
+        same = same and not any(file[name].is_virtual for name, _, _ in plan.structure.datasets)
     if not same:
-        problem = "exists, but was made of other packs or rows; give another name, or overwrite=True to replace it"
+        problem = "exists, but was made of other packs or rows, or is a virtual file; give another name, or "
+        problem += "overwrite=True to replace it"
         raise OutputExistsError.at(output.final, problem, "overwrite=True")
     output.remove_leftovers()
     return CombineReport(str(output.final), plan.rows, output.final.stat().st_size, already_complete=True)

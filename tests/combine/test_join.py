@@ -173,6 +173,16 @@ def test_another_join_is_not_resumed(tmp_path: Path) -> None:
     assert contents(out) == contents(*packs)
 
 
+@pytest.mark.parametrize("kind", ["pixels", "jpeg"])
+def test_a_virtual_file_is_not_a_finished_copy(tmp_path: Path, kind: str) -> None:
+    packs, out = two_packs(tmp_path, kind), tmp_path / "o.h5"
+    h5pack.join(packs, out, virtual=True)
+    before = out.read_bytes()
+    with pytest.raises(OutputExistsError):
+        h5pack.join(packs, out, resume=True)
+    assert out.read_bytes() == before
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_a_join_may_be_resumed_with_another_overwrite(tmp_path: Path, overwrite: bool) -> None:
     packs, out = two_packs(tmp_path, "pixels"), tmp_path / "o.h5"
