@@ -235,9 +235,7 @@ class _SignalHandler:
             return
         if time.monotonic() - self._last_time <= _REPEAT_SECONDS:
             return
-        name, module = ("", None) if frame is None else (frame.f_code.co_name, frame.f_globals.get("__name__"))
-        at_lock = name in ("__enter__", "__exit__") and module in _LOCK_MODULES
-        if at_lock and self._postponed < _MAX_POSTPONED:
+        if _is_at_lock(frame) and self._postponed < _MAX_POSTPONED:
             self._postponed += 1
             self._send(number, 0.01)
             return
@@ -269,6 +267,18 @@ class _SignalHandler:
         self._last_time = math.inf
         if self._timer is not None:
             self._timer.cancel()
+
+
+def _is_at_lock(frame: FrameType | None) -> bool:
+    """Return whether `frame` or one of its callers acquires or releases a lock for a ``with`` statement.
+
+    A signal that is sent again may come before the handler, which starts a timer, has returned to such a caller.
+    """
+    while frame is not None:
+        if frame.f_code.co_name in ("__enter__", "__exit__") and frame.f_globals.get("__name__") in _LOCK_MODULES:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _interrupted(arguments: argparse.Namespace) -> str:

@@ -362,9 +362,24 @@ def test_a_signal_prints_no_traceback_of_a_worker_that_was_just_forked(
     assert len(capfd.readouterr().err.splitlines()) == 1
 
 
+class _SlowlyStartedTimer(threading.Timer):
+    """A timer whose first instance calls its function before `start` returns, as on a busy machine."""
+
+    started = False
+
+    def start(self) -> None:
+        super().start()
+        if not _SlowlyStartedTimer.started:
+            _SlowlyStartedTimer.started = True
+            self.join()
+
+
+@pytest.mark.parametrize("timer", [threading.Timer, _SlowlyStartedTimer])
 def test_a_signal_while_a_lock_is_acquired_does_not_leave_it_locked(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timer: type[threading.Timer]
 ) -> None:
+    monkeypatch.setattr(threading, "Timer", timer)
+    monkeypatch.setattr(_SlowlyStartedTimer, "started", False)
     steps: list[str] = []
     # The signal comes while `Condition.__enter__` runs, which has acquired the lock.
     enter, leave = partial(signal.raise_signal, signal.SIGTERM), lambda *_: steps.append("released")
@@ -476,6 +491,7 @@ def test_a_signal_while_handlers_are_restored_is_ignored(
     monkeypatch.setattr("h5pack.inspect.info.info", Mock(side_effect=errors.H5PackError("an error")))
     monkeypatch.setattr(signal, "signal", signaled)
     monkeypatch.setattr(threading, "Timer", timer)
+    monkeypatch.setattr(_SlowlyStartedTimer, "started", False)
     assert run(capsys, "info", "x")[0] == 1
     assert signal.getsignal(signal.SIGTERM) is before
     assert not timer.called, "the signal would be sent to the restored handler"
