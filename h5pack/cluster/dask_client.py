@@ -43,6 +43,7 @@ _MANY_RESULTS = 256
 # Parameters of glibc's mallopt, and the amount of freed memory that a worker process keeps instead of returning it.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _KEPT_BYTES = -1, -3, 64 * 1024 * 1024
 _IDLE_TASKS = 8
+_CONNECTED = ("running", "connecting")
 _LOCAL = re.compile(r"local:([1-9]\d*)")
 
 
@@ -163,7 +164,7 @@ def open_dask_executor(client: Any, shared_object: Any, source: str | None, part
     payload = _pickled(shared_object)
     expected = Expectations.here(source, partial)
     try:
-        with _reporting_lost_scheduler():
+        with _reporting(client):
             replies = client.run(problems, expected, on_error="return")
         found = {
             worker: [f"cannot run h5pack ({reply})"] if isinstance(reply, BaseException) else reply
@@ -173,7 +174,7 @@ def open_dask_executor(client: Any, shared_object: Any, source: str | None, part
         if found:
             raise _refusal(found)
         name = f"h5pack-{expected.token}"
-        with _reporting_lost_scheduler():
+        with _reporting(client):
             client.register_plugin(_plugin(expected, payload), name=name)
         try:
             with DaskExecutor(client, expected) as executor:
@@ -187,11 +188,18 @@ def open_dask_executor(client: Any, shared_object: Any, source: str | None, part
 
 
 @contextlib.contextmanager
-def _reporting_lost_scheduler() -> Iterator[None]:
+def _reporting(client: Any) -> Iterator[None]:
+    """Turn an error of a call of `client` into a WorkerError: the scheduler was lost, or a worker failed."""
+    from distributed import CancelledError, TimeoutError
+
     try:
         yield
     except Exception as error:
-        raise _lost_scheduler(error) from error
+        if isinstance(error, (OSError, CancelledError, TimeoutError)) or client.status not in _CONNECTED:
+            raise _lost_scheduler(error) from error
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        problem = f"a worker of the Dask cluster cannot be prepared ({reason}); see its log, then run again"
+        raise WorkerError(problem) from error
 
 
 def _is_lost(reply: object) -> bool:
@@ -317,7 +325,7 @@ class DaskExecutor(ElasticExecutor):
         key = f"h5pack-{fn.__name__.strip('_').split('_')[0]}-{self._token}-{self._number}"
         outer: Future[Any] = Future()
         data = pickle.dumps((fn, args))
-        with _reporting_lost_scheduler():
+        with _reporting(self._client):
             inner = self._client.submit(run_pickled, self._token, data, key=key, pure=False, retries=0)
         self._pending[inner] = outer
         inner.add_done_callback(self._done.put)
@@ -336,7 +344,7 @@ class DaskExecutor(ElasticExecutor):
             try:
                 finished = [self._done.get(timeout=_POLL_SECONDS)]
             except queue.Empty:
-                if self._client.status not in ("running", "connecting"):
+                if self._client.status not in _CONNECTED:
                     for outer in [self._pending.pop(inner) for inner in list(self._pending)]:
                         if outer.set_running_or_notify_cancel():
                             outer.set_exception(_lost_scheduler(None))

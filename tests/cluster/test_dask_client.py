@@ -366,6 +366,17 @@ def test_a_scheduler_that_is_lost_before_the_first_task_is_one_error(tmp_path: P
     assert leftovers(tmp_path) == set()
 
 
+def test_a_worker_that_cannot_be_prepared_is_no_lost_scheduler(tmp_path: Path) -> None:
+    client = Mock(status="running", **{"run.return_value": {}, "register_plugin.side_effect": MemoryError("no room")})
+    with (
+        pytest.raises(WorkerError, match="no room") as caught,
+        dask_client.open_dask_executor(client, None, None, tmp_path / "o.h5.partial"),
+    ):
+        pass
+    assert caught.value.parameters == ()
+    assert leftovers(tmp_path) == set()
+
+
 def test_a_worker_that_is_lost_while_it_is_checked_is_no_error(tmp_path: Path) -> None:
     client = Mock(status="running", **{"run.return_value": {"tcp://lost": CommClosedError(), "tcp://b": []}})
     with dask_client.open_dask_executor(client, None, None, tmp_path / "o.h5.partial"):
