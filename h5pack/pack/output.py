@@ -112,11 +112,10 @@ class Output:
         If `resumable` is False, errors recommend starting over instead of resuming.
         """
         require_writable(self.final.parent)
-        max_bytes = max_name_bytes(self.final.parent)
-        if len(os.fsencode(self.final.name)) > max_bytes - _MAX_ENDING_BYTES:
-            problem = "the name is too long for the temporary files beside it"
-            advice = f"give a name of at most {max_bytes - _MAX_ENDING_BYTES} bytes"
-            raise SourceError.at(self.final, f"{problem}; {advice}")
+        max_bytes = max_name_bytes(self.final.parent) - _MAX_ENDING_BYTES
+        if len(os.fsencode(self.final.name)) > max_bytes:
+            problem = f"the name is too long for the files beside it; give a name of at most {max_bytes} bytes"
+            raise SourceError.at(self.final, problem)
         temporary = (self.partial, self.new, self.survey, self.journal, self.parts, self.shards, self.owner)
         require_replaceable(*temporary, self.structure, self.compressed)
         require_replaceable(self.rejects, *(self.final,) * options.overwrite, writable=False)
@@ -327,10 +326,9 @@ def _sees_processes_of(owner: dict[str, Any]) -> bool:
 
 def _owner_of(path: Path) -> dict[str, Any]:
     try:
-        owner: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
         return {}
-    return owner
 
 
 def _require_stale(output: Output, probe: Path) -> None:
@@ -465,19 +463,21 @@ class PartFile:
                 # Linking is atomic. Unlike renaming, it fails if another part has already created the file.
                 with contextlib.suppress(FileExistsError):
                     link_file(output.new, output.partial)
+                if output.final.exists() and not overwrite:
+                    self.require_current(new)  # The file may be that of another array job that replaces the output.
+                    output.partial.unlink(missing_ok=True)
+                    raise finished_by_others(output.partial)
             finally:
                 os.close(new)
                 output.new.unlink()
             sync_path(output.partial.parent)
-            if output.final.exists() and not overwrite:
-                output.partial.unlink(missing_ok=True)
-                raise finished_by_others(output.partial)
         self.descriptor = os.open(output.partial, os.O_RDWR | os.O_CLOEXEC)
 
-    def require_current(self) -> None:
-        """Raise IncompletePackError if the file was replaced or removed since it was opened."""
+    def require_current(self, descriptor: int | None = None) -> None:
+        """Raise IncompletePackError if the file was replaced or removed since it was opened (as `descriptor`)."""
+        opened = self.descriptor if descriptor is None else descriptor
         with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(self.descriptor), os.stat(self._output.partial)):
+            if os.path.samestat(os.fstat(opened), os.stat(self._output.partial)):
                 return
         raise finished_by_others(self._output.partial)
 

@@ -44,7 +44,7 @@ from h5pack.errors import (
 from h5pack.pack import conversion, finish, writer
 from h5pack.pack.encode import encode_images
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.output import Output, OutputLock, OwnerFile, _process_identity
+from h5pack.pack.output import Output, OutputLock, OwnerFile, PartFile, _process_identity
 from h5pack.pack.survey import survey
 from h5pack.pack.writer import SampleDecoder
 from h5pack.sources.archives import ArchiveReader
@@ -244,6 +244,28 @@ def test_a_part_that_begins_files_of_a_finished_output_removes_them(
         write(source, out, {}, "1/2")
     assert not list(tmp_path.glob("o.h5.partial*"))
     assert h5pack.convert(source, out, num_workers=1, part="1/2").already_complete
+
+
+@pytest.mark.parametrize("others_come_first", [True, False])
+def test_a_part_that_comes_too_late_keeps_the_file_of_a_new_job(
+    others_come_first: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = Output(tmp_path / "o.h5")
+
+    def link(file: Path, name: Path) -> None:
+        # Another job finishes the output, and a third one, which replaces it, links its own file.
+        if not others_come_first:
+            os.link(file, name)
+            name.unlink()
+        output.final.write_bytes(b"finished")
+        name.write_bytes(b"new")
+        raise FileExistsError
+
+    monkeypatch.setattr("h5pack.pack.output.link_file", link)
+    with pytest.raises(IncompletePackError):
+        PartFile(output).place(lambda descriptor: None, overwrite=False)
+    assert output.partial.read_bytes() == b"new"
+    assert not output.new.exists()
 
 
 def test_parts_must_agree(tmp_path: Path) -> None:
