@@ -145,6 +145,8 @@ class Diagnosis(contextlib.AbstractContextManager["Diagnosis"]):
     ) -> None:
         self._settings = settings
         self._show: Progress = on_progress or (lambda text: None)
+        # The first optimizer of a process imports 900 modules, which took longer than all trials of a small step.
+        torch.optim.SGD([torch.zeros(1)])
         self._begun = time.perf_counter() - elapsed
         self._end = self._begun + usable_seconds(settings.seconds)
         self._load = load_average()

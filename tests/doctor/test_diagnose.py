@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing import active_children
@@ -173,6 +175,23 @@ def test_a_budget_that_is_too_small_says_which_is_enough(path: Path, machine: Ma
     assert all(f" {ROWS // 4} " in message and "256" not in message for message in messages)
     assert seconds == sorted(seconds)
     assert report.verdict is not None
+
+
+_COUNT_MODULES = """
+import sys, time
+from h5pack.doctor.diagnose import Diagnosis, DiagnoseSettings
+clock, counts = time.perf_counter, []
+time.perf_counter = lambda: counts.append(len(sys.modules)) or clock()
+with Diagnosis(DiagnoseSettings(path=sys.argv[1])) as diagnosis:
+    diagnosis.target.load_sample()
+    diagnosis.target.make_step()
+    print(len(sys.modules) - counts[0])
+"""
+
+
+def test_the_budget_does_not_include_the_imports_of_torch(path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _COUNT_MODULES, path], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 100
 
 
 def test_a_busy_machine_is_mentioned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
