@@ -26,7 +26,7 @@ from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog
 from h5pack.system.arrays import limited_stops
 from h5pack.system.parameters import invalid
-from h5pack.system.text import format_bytes
+from h5pack.system.text import counted, format_bytes
 
 _MIN_CHUNKS = 256
 # Typical sizes of masks as PNG files, and of photos as JPEG files with quality 90; only used for estimates.
@@ -214,7 +214,7 @@ class KeptPlan(ConvertPlan):
         kept = int(self.fits[origins].sum())
         how = "" if kept == self.rows else f" ({self.rows - kept:,} of them encoded, quality {self.options.quality})"
         size = format_bytes(int(self.offsets[-1]))
-        return f"{self.rows:,} JPEG files{how}, {about}{size}, {sizes}, {self.options.order}"
+        return f"{counted(self.rows, 'JPEG file')}{how}, {about}{size}, {sizes}, {self.options.order}"
 
     def _chunks_text(self) -> str:
         return f"{self.chunks.count:,} of {format_bytes(self.chunks.bytes)}"
