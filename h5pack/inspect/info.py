@@ -23,11 +23,13 @@ from h5pack.read.chunk_decoder import DECODED_BYTES
 from h5pack.read.chunk_index import index_dataset
 from h5pack.read.encoded import index_encoded, is_encoded
 from h5pack.read.hdf5 import (
+    NOT_UTF8,
     ExternalLink,
     attribute_names,
     chunk_grid,
     external_links,
     filters_of,
+    find_item,
     list_datasets,
     open_file,
     reopen_tuned,
@@ -115,7 +117,7 @@ class DatasetReport:
                 lines.append(f"  H5Loader: {kept}; each worker of a DataLoader {once} chunks again")
             without, labeled = "", self.label_fix or self.fix
             if self.label_fix is not None:
-                name, without = _labels_of(self.label_fix), " without labels"
+                name, without = labeled[labeled.index("--labels") + 1], " without labels"
                 lines.append(f"  fix if {name} has the labels: {shlex.join(self.label_fix)}")
             lines.append(f"  fix{without}: {shlex.join(self.fix)}")
             if not without and lacks_labels(self.fix):
@@ -126,7 +128,7 @@ class DatasetReport:
                 groups = "--val-groups FIELD to keep images with equal values of FIELD in one split"
                 lines.append(f"  split: add --val 0.1 for a validation split, and {groups}")
             measure = ["h5pack", "bench", path, "--images", self.name]
-            measure += ["--labels", _labels_of(labeled)] if "--labels" in labeled and path in labeled else []
+            measure += labeled[labeled.index("--labels") :][:2] if "--labels" in labeled and path in labeled else ()
             lines.append(f"  measure: {shlex.join(measure)}")
         return printable_lines([*lines, *details])
 
@@ -315,7 +317,7 @@ def describe_dataset(
     varies = element is not None
     problem = (missing_sources({name: dataset}) if missing is None else missing).get(name)
     if isinstance(dataset.name, bytes):
-        problem = "its name is not UTF-8, so h5pack cannot read it; rename it with h5py's Group.move"
+        problem = f"its name {NOT_UTF8}"
     kept_bytes = 0 if problem else _kept_bytes(dataset)
     faults = (problem,) if problem else _faults(dataset, filters, kept=kept_bytes > 0)
     fix, label_fix = _fixes(dataset, labels, further) if faults and not problem else (None, None)
@@ -435,19 +437,16 @@ def _fixes(
     return ("h5repack", "-f", f"{name}:NONE", "-l", f"{name}:CHUNK={chunk}", path, copy_name(path)), None
 
 
-def _labels_of(command: tuple[str, ...]) -> str:
-    return command[command.index("--labels") + 1]
-
-
 def _stats(file: h5py.File, pack: dict[str, Any], name: str | None) -> dict[str, Any]:
     result: dict[str, Any] = {}
     try:
-        images = find_images(file)
+        path = find_images(file)
     except SourceError:
         return result
-    rows = len(file[images]) if isinstance(file[images], h5py.Dataset) and file[images].shape else 0
-    labels = file.get(find_labels(file, images, rows) or "" if name is None else name)
-    for one in (file[images], labels):
+    images = find_item(file, path)
+    rows = len(images) if isinstance(images, h5py.Dataset) and images.shape else 0
+    labels = file.get(find_labels(file, path, rows) or "" if name is None else name)
+    for one in (images, labels):
         if isinstance(one, h5py.Dataset):
             files_of(one)  # HDF5 would read fill values in place of a missing source.
     if isinstance(labels, h5py.Dataset) and labels.shape and labels.dtype.kind in "iu":
@@ -456,8 +455,8 @@ def _stats(file: h5py.File, pack: dict[str, Any], name: str | None) -> dict[str,
             result["split_labels"] = {name: _label_counts(labels, parts) for name, parts in splits.items()}
     if pack.get("mean"):
         result["channels"] = {"mean": pack["mean"], "std": pack["std"], "rows": pack["statistics_rows"]}
-    elif isinstance(file[images], h5py.Dataset):
-        result["channels"] = _measured_channels(reopen_tuned(file[images]))
+    elif isinstance(images, h5py.Dataset):
+        result["channels"] = _measured_channels(reopen_tuned(images))
     return result
 
 

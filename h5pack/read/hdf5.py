@@ -31,6 +31,7 @@ BLOCK_NAMES = 65_536
 _BLOCK_BYTES = 256 * 1024 * 1024
 _MAX_NAMED, _MAX_SORTED = 20, 1_000  # maximum number of datasets that a message lists, and that are opened for it
 OpenDataset = Callable[[], h5py.Dataset]
+NOT_UTF8 = "is not UTF-8, so h5pack cannot read it; rename it with h5py's Group.move"  # continues after a name
 VERIFY_ADVICE = "run 'h5pack verify' on the file, then restore it or convert again"
 
 
@@ -194,6 +195,8 @@ def require_dataset(file: h5py.File, name: str, parameter: str = "") -> h5py.Dat
     if not isinstance(item, h5py.Dataset):
         parameter = parameter or ("images=NAME" if name == schema.IMAGES else "")
         listed = list_datasets(file)
+        if name in listed:
+            raise dataset_error(file.filename, name, NOT_UTF8)
         alike = [found for found in listed if found.endswith(f"/{name}")]
         if not alike and parameter == "images=NAME" and len(listed) <= _MAX_SORTED:
             alike = [found for found, opened in listed.items() if opened().ndim >= 3]

@@ -20,6 +20,7 @@ from h5pack.format.fields import RaggedRows, is_numeric_dtype
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import (
+    NOT_UTF8,
     VERIFY_ADVICE,
     attribute_names,
     dataset_error,
@@ -176,10 +177,16 @@ def find_field(file: h5py.File, name: str) -> str:
 
 
 def own_fields(file: h5py.File) -> list[str]:
-    """Return the sorted paths of a pack's fields; raise PackFormatError if `/fields` is not a group."""
+    """Return the sorted paths of a pack's fields.
+
+    Raises PackFormatError if `/fields` is not a group, or if the name of a field is not UTF-8.
+    """
     group = find_item(file, schema.FIELDS)
     if group is None:
         return []
     if not isinstance(group, h5py.Group):
         raise PackFormatError.at(file.filename, f"{schema.FIELDS!r} is not a group; {VERIFY_ADVICE}")
+    for name in group:
+        if isinstance(name, bytes):
+            raise dataset_error(file.filename, schema.field_path(os.fsdecode(name)), NOT_UTF8)
     return [schema.field_path(name) for name in sorted(group)]

@@ -21,6 +21,7 @@ from h5pack.read import hdf5
 from h5pack.read.description import describe_file
 from h5pack.read.hdf5 import find_item, list_datasets, open_file, read_rows, stored_names
 from h5pack.sources.catalog import NameFilter
+from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.hdf5_catalog import HDF5Datasets, detect_names, hdf5_catalog
 from tests.makers import flat_folder, hdf5_file
 
@@ -87,6 +88,22 @@ def test_objects_whose_names_are_not_utf8_do_not_hide_others(tmp_path: Path) -> 
     assert (len(listed.names), len(listed.notes)) == (2, 3)
     with pytest.raises(PackFormatError, match="caf"):
         describe_file(path, "photos")
+
+
+def test_images_and_fields_whose_names_are_not_utf8_are_to_be_renamed(pack: Path, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file[b"g\xff/images"] = np.zeros((2, 8, 8, 3), np.uint8)
+    shutil.copy(pack, tmp_path / "p.h5")
+    with h5py.File(tmp_path / "p.h5", "a") as file:
+        file["fields/a"] = file[b"fields/b\xff/data"] = np.zeros(3)
+    with pytest.raises(PackFormatError, match="rename") as caught:
+        hdf5_catalog(tmp_path / "f.h5", HDF5Datasets(), NameFilter())
+    assert caught.value.dataset == "g\udcff/images"
+    assert h5pack.info(tmp_path / "f.h5", stats=True).stats == {}
+    for read in (h5pack.info, open_source):
+        with pytest.raises(PackFormatError, match="rename") as caught:
+            read(tmp_path / "p.h5", *(SourceOptions(),) * (read is open_source))
+        assert caught.value.dataset == "fields/b\udcff"
 
 
 @pytest.mark.parametrize(
