@@ -89,7 +89,7 @@ class ConcatPack(BatchSource):
         OptionsError
             If a dataset has a `transform` or `target_transform`, or is of a subclass with its own ``__getitem__``.
         PackFormatError
-            If the files differ in their classes or other metadata.
+            If the files differ in metadata other than the names of classes and columns.
         """
         first, *others = self.datasets
         if not self._plain:

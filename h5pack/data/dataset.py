@@ -306,14 +306,16 @@ class H5Dataset(BatchSource):
     def joined_with(self, others: Sequence[H5Dataset]) -> H5Dataset:
         """Return one dataset with the samples of this dataset, then of `others`, which must have the same fields.
 
-        The classes are those of the dataset with most. The caller must check that the names of classes agree.
+        The caller must check that the names of classes and columns agree.
         """
         made, datasets = copy.copy(self), (self, *others)
         made._pack = join_descriptions([one._pack for one in datasets], same_names=False)
-        made.classes = max((one.classes for one in datasets), key=lambda names: len(names or ()))
+        made.classes, made.columns = made._pack.classes, made._pack.columns
         starts = np.cumsum([0, *(one.engine.indexes[one.names[0]].rows for one in datasets)]).tolist()
         made.rows = joined_ranges([moved_rows(one.rows, start) for one, start in zip(datasets, starts, strict=False)])
         made.splits, made.ragged = made._pack.splits, made._pack.ragged
+        found = zip(made._lists, made.ragged.values(), strict=True)
+        made.field_classes = {name: one.classes for name, one in found if one.classes is not None}
         made.split, made.mean, made.std = None, made._pack.mean, made._pack.std
         made.check, made.is_random = any(one.check for one in datasets), any(one.is_random for one in datasets)
         made._same_decode = all(one._same_decode and one._decode == self._decode for one in datasets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,11 +61,11 @@ def join_descriptions(packs: Sequence[FileDescription], *, same_names: bool = Tr
 
     The mean and standard deviation cover all rows from which the files' statistics were computed. Raises
     PackFormatError if the files differ in datasets, row shapes, dtypes or other metadata; if `same_names` is true, also
-    in the names of classes or columns. If it is false, the description has the names of the first file.
+    in the names of classes or columns. If it is false, the description has the names of the file with most.
     """
     first = packs[0]
     for pack in packs[1:]:
-        _require_alike(first, pack, _NAMES if not same_names else ())
+        _require_alike(first, pack, same_names=same_names)
     starts = np.cumsum([0, *(next(iter(pack.indexes.values())).rows for pack in packs)]).tolist()
     splits: dict[str, list[RowNumbers]] = {}
     for pack, start in zip(packs, starts, strict=False):
@@ -78,19 +78,22 @@ def join_descriptions(packs: Sequence[FileDescription], *, same_names: bool = Tr
         splits={name: joined_ranges(parts) for name, parts in splits.items()},
         mean=mean,
         std=std,
+        classes=_most_names(pack.classes for pack in packs),
+        columns=_most_names(pack.columns for pack in packs),
         statistics_rows=sum(pack.statistics_rows for pack in packs),
         ragged={name: _join_ragged(packs, name) for name in first.ragged},
         files=tuple((path, start + row) for one, start in zip(packs, starts, strict=False) for path, row in one.files),
     )
 
 
-_NAMES = ("the classes", "the columns", "the classes of fields")
+def _most_names(names: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | None:
+    return max(names, key=lambda one: len(one or ()))
 
 
-def _require_alike(first: FileDescription, other: FileDescription, except_for: Sequence[str]) -> None:
-    others = _metadata(other)
-    for what, one in _metadata(first).items():
-        if one != (two := others[what]) and what not in except_for:
+def _require_alike(first: FileDescription, other: FileDescription, *, same_names: bool) -> None:
+    others = _metadata(other, names=same_names)
+    for what, one in _metadata(first, names=same_names).items():
+        if one != (two := others[what]):
             if isinstance(one, (list, tuple)) and isinstance(two, (list, tuple)):
                 shared = {*one} & {*two}
                 one, two = ([entry for entry in found if entry not in shared] or found for found in (one, two))
@@ -99,19 +102,23 @@ def _require_alike(first: FileDescription, other: FileDescription, except_for: S
             raise PackFormatError.at(other.path, f"{problem}; files that are read as one must agree in this ({advice})")
 
 
-def _metadata(pack: FileDescription) -> dict[str, Any]:
-    """Return the metadata that must be equal in files that are read as one. The keys are names for messages."""
-    return {
+def _metadata(pack: FileDescription, *, names: bool) -> dict[str, Any]:
+    """Return the metadata that must be equal in files that are read as one. The keys are names for messages.
+
+    If `names` is true, include the names of classes and columns.
+    """
+    found: dict[str, Any] = {
         "the datasets": [
             (name, str(index.dtype), () if isinstance(index, EncodedIndex) else index.row_shape)
             for name, index in pack.indexes.items()
         ],
         "the layout": pack.layout,
-        "the classes": pack.classes,
-        "the columns": pack.columns,
         "the kinds of fields": pack.kinds,
-        "the classes of fields": [(name, index.classes) for name, index in pack.ragged.items()],
     }
+    if names:
+        found |= {"the classes": pack.classes, "the columns": pack.columns}
+        found["the classes of fields"] = [(name, index.classes) for name, index in pack.ragged.items()]
+    return found
 
 
 def _join(packs: Sequence[FileDescription], parts: Sequence[ChunkIndex]) -> ChunkIndex:
@@ -145,7 +152,8 @@ def _join(packs: Sequence[FileDescription], parts: Sequence[ChunkIndex]) -> Chun
 def _join_ragged(packs: Sequence[FileDescription], name: str) -> RaggedIndex:
     parts = [pack.ragged[name] for pack in packs]
     data = _join(packs, [part.data for part in parts])
-    return replace(parts[0], offsets=_joined_offsets(packs, parts), data=data)
+    classes = _most_names(part.classes for part in parts)
+    return replace(parts[0], offsets=_joined_offsets(packs, parts), data=data, classes=classes)
 
 
 def _joined_offsets(

@@ -275,6 +275,9 @@ def test_packs_whose_classes_differ_are_not_concatenated(tmp_path: Path) -> None
             file.create_dataset("labels", data=np.zeros((2, 2), np.uint8)).attrs["columns"] = ["a", path.stem]
     with pytest.raises(OptionsError, match="label column 1: 'p' and 'q'"):
         concat(*paths)
+    with h5py.File(paths[0], "a") as file:
+        del file["labels"].attrs["columns"]
+    assert concat(*paths).joined().columns == ("a", "q")
 
 
 def test_datasets_whose_fields_have_other_classes_are_not_concatenated(tmp_path: Path) -> None:
@@ -287,6 +290,7 @@ def test_datasets_whose_fields_have_other_classes_are_not_concatenated(tmp_path:
         datasets.append(h5pack.H5Dataset(path, fields=["tags"]))
     both = h5pack.ConcatPack(datasets[:2])
     assert [len(batch.tags) for batch in h5pack.H5Loader(both, 3)] == [3, 1]
+    assert both.joined().field_classes == {"tags": ("cat", "dog", "car")}
     with pytest.raises(OptionsError) as caught:
         h5pack.ConcatPack(datasets)
     assert (caught.value.path, caught.value.parameters) == (datasets[2].path, ("fields",))
