@@ -491,7 +491,6 @@ def test_a_signal_while_handlers_are_restored_is_ignored(
     monkeypatch.setattr("h5pack.inspect.info.info", Mock(side_effect=errors.H5PackError("an error")))
     monkeypatch.setattr(signal, "signal", signaled)
     monkeypatch.setattr(threading, "Timer", timer)
-    monkeypatch.setattr(_SlowlyStartedTimer, "started", False)
     assert run(capsys, "info", "x")[0] == 1
     assert signal.getsignal(signal.SIGTERM) is before
     assert not timer.called, "the signal would be sent to the restored handler"

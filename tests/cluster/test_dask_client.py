@@ -356,8 +356,11 @@ def test_a_probe_that_does_not_fit_onto_the_disk_is_removed(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("method", ["run", "register_plugin"])
-def test_a_scheduler_that_is_lost_before_the_first_task_is_one_error(tmp_path: Path, method: str) -> None:
-    client = Mock(**{"run.return_value": {}, f"{method}.side_effect": CommClosedError()})
+@pytest.mark.parametrize(("status", "error"), [("running", CommClosedError()), ("closed", RuntimeError())])
+def test_a_scheduler_that_is_lost_before_the_first_task_is_one_error(
+    tmp_path: Path, method: str, status: str, error: Exception
+) -> None:
+    client = Mock(status=status, **{"run.return_value": {}, f"{method}.side_effect": error})
     with (
         pytest.raises(WorkerError, match="scheduler"),
         dask_client.open_dask_executor(client, None, None, tmp_path / "o.h5.partial"),

@@ -153,6 +153,9 @@ def test_an_array_of_an_unknown_kind_is_refused_if_it_is_asked_for(pack: Path) -
     # A copy would call the field an array.
     with pytest.raises(PackFormatError):
         h5pack.subset(pack, pack.with_name("p.h5"), rows="0:2")
+    with h5py.File(pack, "r+") as file:
+        del file.attrs["h5pack_format"]
+    assert len(h5pack.H5Dataset(pack, fields=["fields/score"])[:]) == COUNT  # Other files may use the attribute.
 
 
 def test_entries_of_no_row_are_a_problem(pack: Path) -> None:

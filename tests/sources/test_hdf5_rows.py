@@ -137,7 +137,11 @@ def test_the_chunks_of_announced_rows_are_decoded_once_if_the_cache_cannot_keep_
         patch.setattr(hdf5_rows, "_BATCH_BYTES", 10 * made.index.row_bytes)
         made.begin(rows)
         assert np.array_equal([made.read(row, "") for row in rows], expected[rows])
-    assert made.engine.snapshot().bytes_read == sum(sizes)
+        assert made.engine.snapshot().bytes_read == sum(sizes)
+        patch.setattr(hdf5_rows, "_HELD_BYTES", 39 * made.index.row_bytes)
+        made.begin(rows)
+        made.read(rows[0], "")
+        assert len(made._loaded) == 9
 
 
 def test_the_bytes_of_a_row_include_its_masks(tmp_path: Path) -> None:
