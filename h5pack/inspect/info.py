@@ -40,7 +40,7 @@ from h5pack.read.hdf5 import (
 from h5pack.read.virtual import files_of, has_other_files, missing_sources
 from h5pack.sources.hdf5_catalog import FurtherDatasets, channel_axes, find_images, is_image_array, packing_options
 from h5pack.sources.hdf5_tables import find_labels
-from h5pack.system.parameters import flags
+from h5pack.system.parameters import flags, invalid
 from h5pack.system.text import counted, format_bytes, printable_lines
 
 _DEFAULT_CACHE_BYTES = int(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2])  # 8 MiB; 1 MiB before HDF5 2.0
@@ -215,10 +215,14 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
 
     Raises
     ------
+    OptionsError
+        If a parameter is of another type.
     PackFormatError
         If the file is missing, damaged or not HDF5, or has no dataset `labels`.
     """
     flags(stats=stats)
+    if not isinstance(labels, str | None):
+        raise invalid("labels", labels, "give the name of a dataset, or None")
     with open_file(path) as file, reporting_damage(path):
         if labels:
             require_dataset(file, labels, "labels=NAME")
@@ -247,8 +251,7 @@ class _LoggedFile(io.FileIO):
         self.ranges: list[tuple[int, int]] = []
 
     def readinto(self, buffer: Any) -> int:
-        start = self.tell()
-        count = super().readinto(buffer) or 0
+        start, count = self.tell(), super().readinto(buffer) or 0
         self.ranges.append((start, start + count))
         return count
 
@@ -485,13 +488,11 @@ def _measured_channels(images: h5py.Dataset) -> dict[str, Any] | None:
         return None
     rows = np.unique(np.linspace(0, len(images) - 1, min(len(images), _MAX_SAMPLED_ROWS)).astype(np.int64))
     axis = 3 if images.shape[3] in (1, 3, 4) else 1
-    scale = 255.0 if images.dtype == np.uint8 else 1.0
-    sums = np.zeros((2, images.shape[axis]))
-    others = tuple(other for other in range(3) if other != axis - 1)
+    sums, scale = np.zeros((2, images.shape[axis])), 255.0 if images.dtype == np.uint8 else 1.0
     with np.errstate(all="ignore"):
         for row in rows.tolist():
-            pixels = images[row].astype(np.float64) / scale
-            sums += [pixels.sum(others), (pixels * pixels).sum(others)]
+            pixels = np.moveaxis(images[row].astype(np.float64), axis - 1, 2) / scale
+            sums += [pixels.sum((0, 1)), (pixels * pixels).sum((0, 1))]
     require_open_sources(images)
     if not np.isfinite(sums).all():
         return None

@@ -496,11 +496,15 @@ def test_each_source_of_several_virtual_datasets_is_opened_once(
     ]
 
 
-@pytest.mark.parametrize("stats", ["no", 1, None, np.ones(1, bool)])
-def test_stats_must_be_true_or_false(tmp_path: Path, stats: Any) -> None:
+@pytest.mark.parametrize(
+    ("parameter", "value"),
+    [*(("stats", value) for value in ("no", 1, None, np.ones(1, bool)))]
+    + [("labels", value) for value in (0, b"y", ["y"], np.ones(2))],
+)
+def test_parameters_of_wrong_types_are_refused(tmp_path: Path, parameter: str, value: Any) -> None:
     with pytest.raises(OptionsError) as caught:
-        h5pack.info(hdf5_file(tmp_path / "f.h5", images=np.zeros((2, 8, 8), np.uint8)), stats=stats)
-    assert caught.value.parameters[0].startswith("stats=")
+        h5pack.info(hdf5_file(tmp_path / "f.h5", images=np.zeros((2, 8, 8), np.uint8)), **{parameter: value})
+    assert caught.value.parameters[0].startswith(f"{parameter}=")
 
 
 def test_a_missing_target_of_a_link_is_looked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -565,7 +569,7 @@ def test_the_fix_keeps_labels_and_fields_and_statistics_find_the_images(tmp_path
     assert fixed[6:10] == ("--labels", "run/stage", "--fields", "names,run/category,run/temperature")
     assert "--labels run/stage\n" in other.to_text()
     assert other.stats["labels"] == {"0": 14, "1": 13, "2": 13}
-    for wrong in ("stage", "\udcff", 3):
+    for wrong in ("stage", "\udcff"):
         with pytest.raises(PackFormatError) as caught:
             h5pack.info(path, labels=wrong)  # type: ignore[arg-type]
         assert caught.value.parameters == ("labels=NAME",)
