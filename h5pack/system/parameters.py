@@ -7,6 +7,7 @@ import math
 import operator
 import os
 import re
+from pathlib import PurePath
 from typing import Any
 
 from h5pack.errors import OptionsError
@@ -43,8 +44,11 @@ def require_local(path: str | os.PathLike[str], parameter: str = "path") -> None
 
 
 def refuse_path(name: str, value: object, code: str = "H5Dataset({})") -> None:
-    """Raise OptionsError if a parameter's value is a path instead of an object; `code` makes the object of a path."""
-    if isinstance(value, (str, bytes, os.PathLike)):
+    """Raise OptionsError if a parameter's value is a path instead of an object; `code` makes the object of a path.
+
+    Accept other instances of `os.PathLike`, because they may be the object, such as a loader that knows its file.
+    """
+    if isinstance(value, (str, bytes, PurePath)):
         raise invalid(name, value, f"give {code.format(repr(os.fspath(value)))}", "is a path")
 
 

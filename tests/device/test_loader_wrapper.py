@@ -68,6 +68,15 @@ def test_resume_at_every_batch(dataset: h5pack.H5Dataset, feed_of: Any, kind: st
         assert found == flat[taken:], taken
 
 
+def test_a_loader_may_know_its_file(dataset: h5pack.H5Dataset) -> None:
+    class Loader(list):  # type: ignore[type-arg]
+        def __fspath__(self) -> str:
+            return dataset.path
+
+    batches = list(h5_loader(dataset))
+    assert len(list(DeviceFeed(Loader(batches)))) == len(batches)
+
+
 @every_feed
 def test_resume_of_a_loader_with_persistent_workers(dataset: h5pack.H5Dataset, feed_of: Any) -> None:
     expected = rest_of(DeviceFeed(h5_loader(dataset)))
