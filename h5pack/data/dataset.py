@@ -30,7 +30,7 @@ from h5pack.format import schema
 from h5pack.format.fields import RaggedRows
 from h5pack.images.crops import DecodeCrop, RandomResizedCrop
 from h5pack.images.decode import image_of
-from h5pack.read.description import describe_file, require_tensors
+from h5pack.read.description import FileDescription, describe_file, require_tensors
 from h5pack.read.encoded import EncodedIndex, decoding_row
 from h5pack.read.engine import Engine, ReadStats
 from h5pack.read.ragged import read_ragged, texts_of
@@ -154,27 +154,24 @@ class H5Dataset(BatchSource):
         fields = texts("fields", () if fields is None else fields)
         described = [describe_file(one, images, labels, fields) for one in list_files(path)]
         pack = described[0] if len(described) == 1 else join_descriptions(described)
-        self.path, self._pack = pack.path, pack
+        self.path = pack.path
         if labels == schema.LABELS and pack.labels is None and images != schema.IMAGES:
             log_unused_labels(pack.path, images)
         require_tensors(pack)
         self.split = split if split is None or isinstance(split, str) else chosen
         self.transform, self.target_transform = transform, target_transform
-        self.classes, self.columns, self.splits = pack.classes, pack.columns, pack.splits
-        self.mean, self.std = pack.mean, pack.std
         self.with_rows, self.check = with_rows, check = flags(with_rows=with_rows, check=check)
         label_paths = () if pack.labels is None else (pack.labels,)
         given = tuple(dict.fromkeys((next(iter(pack.indexes)), *label_paths, *pack.fields)))
-        self.ragged = pack.ragged
-        self.names = tuple(name for name in given if name not in self.ragged)
+        self.names = tuple(name for name in given if name not in pack.ragged)
         self.label_name = pack.labels
         self.field_names = name_fields(given, self.label_name, with_rows)
         paths = dict(zip(given, self.field_names, strict=False))
         kinds = {**dict.fromkeys(pack.fields, schema.ARRAY), **pack.kinds}
-        kinds.update({name: one.kind for name, one in self.ragged.items()})
+        kinds.update({name: one.kind for name, one in pack.ragged.items()})
         self.kinds, self._path_kinds = {paths[name]: kind for name, kind in kinds.items()}, kinds
-        self.field_classes = {paths[name]: one.classes for name, one in self.ragged.items() if one.classes is not None}
-        self._lists = tuple(paths[name] for name in self.ragged)
+        self._lists = tuple(paths[name] for name in pack.ragged)
+        self._set_description(pack)
         if check and schema.checksums_path(self.names[0]) not in pack.indexes:
             message = f"{pack.path}: the file has no checksums of {self.names[0]!r}; omit check"
             raise OptionsError(message, path=pack.path, dataset=self.names[0], parameters=("check",))
@@ -303,20 +300,22 @@ class H5Dataset(BatchSource):
             batch[-1].numpy()[...] = rows
         return batch
 
+    def _set_description(self, pack: FileDescription) -> None:
+        self._pack, self.ragged, self.splits = pack, pack.ragged, pack.splits
+        self.classes, self.columns, self.mean, self.std = pack.classes, pack.columns, pack.mean, pack.std
+        named = zip(self._lists, pack.ragged.values(), strict=True)
+        self.field_classes = {name: one.classes for name, one in named if one.classes is not None}
+
     def joined_with(self, others: Sequence[H5Dataset]) -> H5Dataset:
         """Return one dataset with the samples of this dataset, then of `others`, which must have the same fields.
 
         The caller must check that the names of classes and columns agree.
         """
         made, datasets = copy.copy(self), (self, *others)
-        made._pack = join_descriptions([one._pack for one in datasets], same_names=False)
-        made.classes, made.columns = made._pack.classes, made._pack.columns
+        made._set_description(join_descriptions([one._pack for one in datasets], same_names=False))
         starts = np.cumsum([0, *(one.engine.indexes[one.names[0]].rows for one in datasets)]).tolist()
         made.rows = joined_ranges([moved_rows(one.rows, start) for one, start in zip(datasets, starts, strict=False)])
-        made.splits, made.ragged = made._pack.splits, made._pack.ragged
-        found = zip(made._lists, made.ragged.values(), strict=True)
-        made.field_classes = {name: one.classes for name, one in found if one.classes is not None}
-        made.split, made.mean, made.std = None, made._pack.mean, made._pack.std
+        made.split = None
         made.check, made.is_random = any(one.check for one in datasets), any(one.is_random for one in datasets)
         made._same_decode = all(one._same_decode and one._decode == self._decode for one in datasets)
         made.engine = Engine(made._pack.path, made._pack.identity, made._pack.indexes, files=made._pack.files)
