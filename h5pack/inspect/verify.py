@@ -370,10 +370,10 @@ def _check_other_rows(file: h5py.File, found: _Structure) -> None:
         except PackFormatError as error:
             found.problems.append(_problem(file.filename, error))
             continue
-        if stored is None or len(stored) != len(opened()):
+        if stored is None or len(stored) != len(dataset := opened()):
             found.problems.append(f"{name}: no dataset {target!r} with the same number of rows")
             continue
-        wrong = np.flatnonzero(stored != file[name][()])
+        wrong = np.flatnonzero(stored != dataset[()])
         if len(wrong):
             found.damaged[target] = wrong.tolist()
 
