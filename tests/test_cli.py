@@ -90,6 +90,29 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "o.h5"]
 
 
+@pytest.mark.parametrize("option", ["--resume", "--finish", "--overwrite"])
+def test_a_dry_run_leaves_leftovers(tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    arguments = ("convert", flat_folder(tmp_path / "in", 5), tmp_path / "o.h5", "--workers", 1)
+    assert run(capsys, *arguments, "--quiet")[0] == 0
+    for name in ("shards", "journal", "parts"):
+        (tmp_path / f"o.h5.partial.{name}").mkdir()
+    (tmp_path / "o.h5.partial.owner").write_text("{}")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert run(capsys, *arguments, option, "--dry-run")[0] == 0
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_a_dry_run_adds_no_results_to_an_array_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("convert", flat_folder(tmp_path / "in", 5), tmp_path / "o.h5", "--workers", 1)
+    assert run(capsys, *arguments, "--part", "1/2", "--quiet")[0] == 0
+    shared = tmp_path / "o.h5.partial.parts"
+    for path in shared.glob("*/*"):
+        path.unlink()
+    assert run(capsys, *arguments, "--finish", "--dry-run")[0] == 0
+    assert not any(shared.glob("*/*"))
+    assert run(capsys, *arguments, "--finish", "--dry-run", "--size", 9)[0] == 1  # other options than the part's
+
+
 def test_json_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = flat_folder(tmp_path / "in", 5)
     code, out, _ = run(capsys, "convert", source, tmp_path / "o.h5", "--json", "--workers", 1)

@@ -204,15 +204,13 @@ def _run_convert(arguments: argparse.Namespace) -> int:
             conversion = stack.enter_context(opened(**{**options, "overwrite": True, "resume": False}))
             message = option_text(str(error), error.parameters, arguments.parser)
             print(printable(f"h5pack: {message}"), file=sys.stderr)
-        report = conversion.existing_report()
-        if report is None:
-            plan = conversion.plan(resumable=not arguments.dry_run)
-            if arguments.dry_run or (verbose and not arguments.part and not arguments.finish):
-                _print_plan(conversion, plan, arguments)
-            if arguments.dry_run:
-                return 0
-            report = conversion.run()
-        _print_result(report, arguments)
+        show = partial(_print_plan, conversion, arguments)
+        report = conversion.existing_report() if arguments.dry_run else None
+        if arguments.dry_run and report is None:
+            show(conversion.plan())
+            return 0
+        prints_plan = verbose and not arguments.part and not arguments.finish
+        _print_result(report or conversion.run(show if prints_plan else None), arguments)
     return 0
 
 
@@ -235,7 +233,7 @@ def _refuse_combinations(arguments: argparse.Namespace) -> None:
             raise OptionsError(problem, parameters=(name, given[0]))
 
 
-def _print_plan(conversion: Any, plan: Any, arguments: argparse.Namespace) -> None:
+def _print_plan(conversion: Any, arguments: argparse.Namespace, plan: Any) -> None:
     seconds = conversion.estimate_seconds()
     if arguments.json:
         print(json.dumps({**plan.to_json(), "estimated_seconds": round(seconds, 3)}, indent=1))

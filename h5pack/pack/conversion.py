@@ -113,6 +113,7 @@ class Conversion:
         self._source = source
         self._stage = Stages(progress)
         self._plan: ConvertPlan | None = None
+        self._runs = False  # nothing on the disk changes before `run`
         self._stack = contextlib.ExitStack()
         self._executor: Executor
         self._seconds = self._stage.seconds
@@ -126,7 +127,8 @@ class Conversion:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
         writer.release()
-        self.output.remove_emptied()
+        if self._runs:
+            self.output.remove_emptied()
 
     def existing_report(self) -> ConvertReport | None:
         """Return the report of an output that is already complete; None if work remains.
@@ -151,9 +153,6 @@ class Conversion:
             return None
         shards = finish.shards_of(output.final, output.final)
         rows, rejects = verify_existing(output.final, shards, self.catalog, self.options)
-        if not output.partial.exists():
-            output.remove_leftovers()
-            output.owner.unlink(missing_ok=True)
         size = sum(path.stat().st_size for path in (output.final, *shards))
         return ConvertReport(
             str(output.final), rows, rejects, size, self.num_workers, already_complete=True, shards=len(shards)
@@ -172,7 +171,7 @@ class Conversion:
         """List the images of the source, survey their headers and return the plan. Later calls return the same plan.
 
         With `resumable`, the results of a long survey are saved beside the output (see `SurveyJournal`), except on a
-        Dask cluster. In an array job, the results of the survey are always saved, because all parts share them.
+        Dask cluster. In an array job, all results are saved, because all parts share them.
         """
         if self._plan is None:
             begin = time.perf_counter()
@@ -184,7 +183,7 @@ class Conversion:
 
     def _make_plan(self, catalog: Catalog, resumable: bool) -> ConvertPlan:
         options = self.options
-        if options.in_array_job:
+        if options.in_array_job and (resumable or self._parts.count):
             count = self._parts.count if options.part is None else options.part[1]
             begins = self._parts.agree(count, options.content(), catalog)
             if begins and self.output.final.exists() and not options.overwrite:
@@ -201,8 +200,9 @@ class Conversion:
             identity = survey_identity(self._source, catalog, options)
             journal = SurveyJournal(self.output.survey, identity, resume=options.resume)
             self._stack.enter_context(journal)
+        shared = self._sharing("survey") if resumable else self._executor
         with self._stage("survey", len(catalog)) as advance:
-            surveyed = survey(catalog, self._sharing("survey"), 2 * self.num_workers, options, advance, journal)
+            surveyed = survey(catalog, shared, 2 * self.num_workers, options, advance, journal)
         catalog = with_size_note(with_placed_fields(catalog, surveyed, options), surveyed, options)
         make = make_plan if options.keep is None else make_kept_plan
         return make(_source_name(self._source), catalog, surveyed, options)
@@ -222,17 +222,22 @@ class Conversion:
         """Return an estimate of the seconds that `run` will take after the survey; see `h5pack.pack.estimate`."""
         return estimate_seconds(self.plan(), self._executor, self.num_workers)
 
-    def run(self) -> ConvertReport:
-        """Run the conversion and return its report."""
+    def run(self, show: Callable[[ConvertPlan], None] | None = None) -> ConvertReport:
+        """Run the conversion and return its report. If work remains, call `show` with the plan before writing rows."""
+        self._runs = True
         existing = self.existing_report()
-        if existing is not None:
-            return existing
-        plan = self.plan(resumable=True)
-        # Another run may have completed the output during the survey.
-        existing = self.existing_report()
-        if existing is not None:
-            return existing
-        return replace(self._write_all(plan), notes=tuple(note.text for note in plan.notes()))
+        if existing is None:
+            plan = self.plan(resumable=True)
+            if show is not None:
+                show(plan)
+            # Another run may have completed the output during the survey.
+            existing = self.existing_report()
+        if existing is None:
+            return replace(self._write_all(plan), notes=tuple(note.text for note in plan.notes()))
+        if not self.output.partial.exists():
+            self.output.remove_leftovers()
+            self.output.owner.unlink(missing_ok=True)
+        return existing
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
         self.output.require_space(plan.needed_bytes, resumable=not self.options.in_array_job)
