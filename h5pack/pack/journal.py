@@ -49,7 +49,7 @@ import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError, H5PackError, OutputBusyError, ResumeError
 from h5pack.read.hdf5 import VERIFY_ADVICE
-from h5pack.system.files import is_locked, lock, open_locked, read_all, sync_path, write_atomically
+from h5pack.system.files import is_at, is_locked, lock, open_locked, read_all, sync_path, write_atomically
 
 # Magic number of a record. Give it another value if the layout of payloads changes: records of the earlier layout are
 # then ignored.
@@ -378,11 +378,10 @@ class SurveyJournal:
         if self._descriptor < 0:
             return
         keeps = error is not None and not isinstance(error, Exception)
-        if not keeps and "resume=True" not in getattr(error, "parameters", ()):
-            # Another conversion may have created a new file of this name meanwhile.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(self._descriptor), os.stat(self._path)):
-                    self._path.unlink()
+        keeps = keeps or "resume=True" in getattr(error, "parameters", ())
+        # Another conversion may have created a new file of this name meanwhile.
+        if not keeps and is_at(self._descriptor, self._path):
+            self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor, self._given_up = -1, True
 

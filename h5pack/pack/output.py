@@ -20,6 +20,7 @@ from h5pack.pack.options import ConvertOptions
 from h5pack.system.files import (
     copy_changed,
     copy_permissions,
+    is_at,
     is_locked,
     link_file,
     lock,
@@ -435,8 +436,7 @@ class OutputLock:
     def close(self) -> None:
         """Release the lock, and remove the file if it is empty."""
         with contextlib.suppress(OSError):
-            status = os.fstat(self.descriptor)
-            if status.st_size == 0 and os.path.samestat(status, os.stat(self._path)):
+            if os.fstat(self.descriptor).st_size == 0 and is_at(self.descriptor, self._path):
                 os.unlink(self._path)
         os.close(self.descriptor)
         if self._owner is not None:
@@ -476,10 +476,8 @@ class PartFile:
     def require_current(self, descriptor: int | None = None) -> None:
         """Raise IncompletePackError if the file was replaced or removed since it was opened (as `descriptor`)."""
         opened = self.descriptor if descriptor is None else descriptor
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(opened), os.stat(self._output.partial)):
-                return
-        raise finished_by_others(self._output.partial)
+        if not is_at(opened, self._output.partial):
+            raise finished_by_others(self._output.partial)
 
     def close(self) -> None:
         """Close the file."""

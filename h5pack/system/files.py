@@ -252,7 +252,7 @@ def sync_file_system(folder: Path) -> None:
 
 def file_system_type(path: str | int | os.PathLike[str]) -> str | None:
     """Return the type, such as ext4, of the file system of a path or a descriptor; None if /proc does not list it."""
-    try:
+    with contextlib.suppress(OSError, ValueError, IndexError):
         device = os.stat(path).st_dev
         number = b"%d:%d" % (os.major(device), os.minor(device))
         # Paths in other lines may be undecodable, or contain spaces that only `str.split` knows.
@@ -261,8 +261,6 @@ def file_system_type(path: str | int | os.PathLike[str]) -> str | None:
                 fields = line.split()
                 if fields[2] == number:
                     return fields[fields.index(b"-") + 1].decode()
-    except (OSError, ValueError, IndexError):
-        pass
     return None
 
 
@@ -373,6 +371,14 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> bool |
     return True
 
 
+def is_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file is still the one at `path`, i.e. was not removed, renamed or replaced."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
 def is_locked(path: Path) -> bool:
     """Return whether another open file holds an exclusive lock on a file."""
     with path.open("rb") as stream:
@@ -390,12 +396,9 @@ def open_locked(path: Path, busy: str) -> int:
         with reporting_disk_errors(path, "make room, then run again"):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         locked = lock(descriptor)
-        if locked is None:
-            return descriptor
         # Another writer may have renamed or removed the file between opening and locking. Then open it again.
-        with contextlib.suppress(FileNotFoundError):
-            if locked and os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor
+        if locked is None or (locked and is_at(descriptor, path)):
+            return descriptor
         os.close(descriptor)
         if not locked:
             if time.monotonic() > deadline:
