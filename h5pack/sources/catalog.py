@@ -51,8 +51,9 @@ _BLOCK_NAMES = 65_536
 class NameFilter:
     """A filter that selects files by shell patterns. A pattern matches a file's name or its path in the source.
 
-    If `include` has patterns, the filter selects all files that match one of them, whatever their suffix. If it has
-    none, the filter selects visible files with an image suffix. Files that match a pattern of `exclude` are skipped.
+    If `include` has patterns, the filter selects all files that match one of them, whatever their suffix, but, as in a
+    shell, hidden files only by a pattern that begins with a dot (after its last slash), too. If it has none, the filter
+    selects visible files with an image suffix. Files that match a pattern of `exclude` are skipped.
     """
 
     include: tuple[str, ...] = ()
@@ -62,14 +63,13 @@ class NameFilter:
         """Return the category under which a skipped file is counted, such as "hidden"; None if the file is selected."""
         if (self.include or self.exclude) and not self.allows(relative):
             return "excluded" if _matches(relative, self.exclude) else "not included"
-        if self.include:
-            return None
         name = relative[relative.rfind("/") + 1 :]
         if name[:1] == ".":
-            return "hidden"
+            patterns = tuple(pattern for pattern in self.include if os.path.basename(pattern).startswith("."))
+            return None if _matches(relative, patterns) else "hidden"
         dot = name.rfind(".")
         suffix = name[dot:].lower() if dot > 0 else ""
-        return None if suffix in IMAGE_SUFFIXES else f"{suffix or 'no suffix'} files"
+        return None if self.include or suffix in IMAGE_SUFFIXES else f"{suffix or 'no suffix'} files"
 
     def allows(self, relative: str) -> bool:
         """Return whether no pattern of `exclude` matches the path, and one of `include` does, if there are any."""

@@ -151,7 +151,7 @@ def _tables(path: Path, found: Listing, names: NameFilter) -> list[str]:
     probably annotates a single image.
     """
     patterns = tuple(suffix_pattern(end) for end in _TABLE_ENDINGS if 0 < found.ignored[f"{end} files"] <= _MAX_TABLES)
-    below = walk(str(path), NameFilter(patterns, (".*", *names.exclude))).below("") if patterns else ()
+    below = walk(str(path), NameFilter(patterns, names.exclude)).below("") if patterns else ()
     return [
         name for name in below if not name.lower().endswith(".json") or b'"images"' in file_start(path / name, 65_536)
     ]

@@ -123,7 +123,6 @@ def find_shards(path: Path, wanted: NameFilter, suffixes: Sequence[str]) -> Shar
     """
     if os.path.isdir(path):
         names = list(walk(str(path), NameFilter(tuple(map(suffix_pattern, suffixes)), wanted.exclude)).below(""))
-        names = [name for name in names if is_visible(os.path.basename(name))]
         files = tuple(pattern for pattern in wanted.include if any(map(NameFilter((pattern,)).allows, names)))
         if files:
             names = [name for name in names if NameFilter(files).allows(name)]

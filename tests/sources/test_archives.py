@@ -134,7 +134,7 @@ TREES = [
 def test_the_rules_are_those_of_folders(names: list[str], kind: str | None, tmp_path: Path) -> None:
     root = touch(tmp_path / "in", *names)
     paths = [tar_file(tmp_path / "x.tar", root), zip_file(tmp_path / "x.zip", root)]
-    for patterns in ({}, {"exclude": ("*2.*", "docs/*")}, {"include": ("*.jpg",)}):
+    for patterns in ({}, {"exclude": ("*2.*", "docs/*")}, {"include": ("*.jpg",)}, {"include": ("cat/.*",)}):
         try:
             expected: object = described(opened(root, kind, **patterns))
         except SourceError as error:

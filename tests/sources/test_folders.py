@@ -140,14 +140,15 @@ def test_skipped_files_are_counted_by_category(tmp_path: Path) -> None:
         ("", "*.PNG", "1.jpg 2.png a/1.jpg a/b/3.jpg"), ("*.jpg", "", "1.jpg a/1.jpg a/b/3.jpg"),
         ("1.jpg", "", "1.jpg a/1.jpg"), ("a/*", "", "a/1.jpg a/x.dat a/b/3.jpg"), ("*.dat 2.*", "", "2.png a/x.dat"),
         ("[12].*", "a/*", "1.jpg 2.png"), ("", "a/b/*", "1.jpg 2.png a/1.jpg"), ("", "1.jpg", "2.png a/b/3.jpg"),
-        ("*.jpg", "*", ""),
+        ("*.jpg", "*", ""), ("*", "*.png", "1.jpg a/1.jpg a/x.dat a/b/3.jpg"), (".*.jpg", "", "a/.1.jpg"),
+        ("1.* a/.*", "", "1.jpg a/.1.jpg a/1.jpg"), ("*.jpg .*", ".1*", "1.jpg a/1.jpg a/b/3.jpg"),
     ],
 )  # fmt: skip
 def test_include_and_exclude(tmp_path: Path, include: str, exclude: str, kept: str) -> None:
-    touch(tmp_path, "1.jpg", "2.png", "a/1.jpg", "a/b/3.jpg", "a/x.dat")
+    touch(tmp_path, "1.jpg", "2.png", "a/.1.jpg", "a/1.jpg", "a/b/3.jpg", "a/x.dat")
     result = walk(str(tmp_path), NameFilter(tuple(include.split()), tuple(exclude.split())))
     assert list(result.below("")) == kept.split()
-    assert sum(result.ignored.values()) == 5 - len(kept.split())
+    assert sum(result.ignored.values()) == 6 - len(kept.split())
 
 
 @pytest.fixture
