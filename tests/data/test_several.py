@@ -240,6 +240,12 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(PackFormatError) as error:
             h5pack.H5Dataset([*packs, wrong])
         assert error.value.path == str(wrong)
+    plain = hdf5_file(tmp_path / "plain.h5", images=np.zeros((4, 20, 14, 3), np.uint8))
+    both = h5pack.ConcatPack([h5pack.H5Dataset(path) for path in (plain, flat)])
+    for read in (lambda: h5pack.H5Loader(both, 2), lambda: h5pack.H5Dataset([flat, plain])):
+        with pytest.raises(PackFormatError) as error:
+            read()
+        assert error.value.path == str(plain)  # the file to pack
     with pytest.raises(PackFormatError):
         h5pack.H5Dataset(tmp_path / "none*.h5")
     with pytest.raises(OptionsError):
