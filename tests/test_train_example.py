@@ -393,6 +393,8 @@ def test_invalid_options_are_refused_in_one_line(
         ("fewer than --batch-size", pack, "--device", "cpu", "--batch-size", "512"),
         ("streams", pack, *SMALL, "--streams", "3"),
         ("no split 'x'", pack, "--val-split", "x", "--device", "cpu"),
+        ("--val-split", pack, "--val-split", "train", "--device", "cpu"),
+        ("--val-split", pack, "--val", pack, "--device", "cpu"),
         ("--resume needs --checkpoint", pack, "--resume"),
         ("add --resume", pack, *saved),
         ("saved with --lr 0.1", pack, *saved, "--resume", "--lr", "7"),
