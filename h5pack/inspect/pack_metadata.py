@@ -13,7 +13,7 @@ import h5py
 
 from h5pack.format import schema
 from h5pack.read.encoded import has_kept_images, index_kept, is_mask_group
-from h5pack.read.hdf5 import attribute_names, require_dataset, text
+from h5pack.read.hdf5 import attribute_names, find_item, require_dataset, text
 from h5pack.read.ragged import index_ragged, is_ragged, own_fields
 from h5pack.system.text import counted, format_bytes, labels_text, printable
 
@@ -66,7 +66,15 @@ def _options(stored: str) -> Any:
 
 
 def _describe_field(file: h5py.File, name: str) -> dict[str, Any]:
-    """Return the kind, dtype and shape of a field's values; an axis whose length differs between rows is None."""
+    """Return the kind, dtype and shape of a field's values; an axis whose length differs between rows is None.
+
+    The dtype and the shape of a group are None if its kind is unknown.
+    """
+    group = find_item(file, name)
+    if isinstance(group, h5py.Group):
+        kind = text(group.attrs.get(schema.KIND, schema.RAGGED))
+        if kind not in (schema.MASK, *schema.RAGGED_KINDS):
+            return {"kind": kind, "dtype": None, "shape": None}
     if is_mask_group(file, name):
         return {"kind": schema.MASK, "dtype": str(index_kept(file, name).dtype), "shape": [None, None]}
     if is_ragged(file, name):
@@ -134,6 +142,8 @@ def _field_line(name: str, found: dict[str, Any], rows: int) -> str:
     if "entries" in found:
         unit = "bytes" if found["kind"] in schema.TEXT_KINDS else "entries"
         held = f"{found['dtype']}, {found['entries'] / max(1, rows):,.1f} {unit} per row"
+    elif found["shape"] is None:
+        held = "a kind that needs a newer version of h5pack"
     elif None in found["shape"]:
         held = f"{found['dtype']}, each with the size of its image"
     else:

@@ -142,6 +142,17 @@ def test_a_field_that_is_damaged_is_an_error_and_a_problem(pack: Path, damage: s
         h5pack.convert(pack, pack.with_name("p.h5"), **quick())
 
 
+@pytest.mark.parametrize("name", ["sizes", "score"])
+def test_a_pack_with_a_field_of_an_unknown_kind_is_described(pack: Path, name: str) -> None:
+    fields = dict((h5pack.info(pack).pack or {})["fields"])
+    with h5py.File(pack, "r+") as file:
+        file[f"fields/{name}"].attrs["kind"] = np.bytes_(b"song")
+    report = h5pack.info(pack)
+    found = (report.pack or {})["fields"]
+    assert found == {**fields, name: {**found[name], "kind": "song"}}
+    assert "song" in report.to_text()
+
+
 def test_an_array_of_an_unknown_kind_is_refused_if_it_is_asked_for(pack: Path) -> None:
     with h5py.File(pack, "r+") as file:
         file["fields/score"].attrs["kind"] = np.bytes_(b"song")
