@@ -123,9 +123,12 @@ class HDF5RowReader(SourceReader):
         return {self.pack.path, *(file.path for file in files)}
 
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        if self.form is None or self.engine.can_scatter(self.index):
+        if self.form is None:
             return None
-        return self.index.groups_of(self._rows(indices))
+        masks = (self.engine.indexes[name] for name in self.masks)
+        decoded = [self.index] * (not self.engine.can_scatter(self.index))
+        decoded += [index for index in masks if not index.raw and not index.is_encoded]
+        return decoded[0].groups_of(self._rows(indices)) if decoded else None
 
     def begin(self, indices: Sequence[int]) -> None:
         self._coming, self._next = list(indices), 0

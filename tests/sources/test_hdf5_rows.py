@@ -151,6 +151,25 @@ def test_the_bytes_of_a_row_include_its_masks(tmp_path: Path) -> None:
     assert HDF5RowReader(found, PixelForm("last"), {"mask": schema.MASK}).row_bytes == 8 * 8 * (3 + 8)
 
 
+@pytest.mark.parametrize(
+    ("images", "masks", "groups"),
+    [
+        ({}, {}, None),
+        ({}, {"compression": "gzip"}, [0] * 5 + [1] * 5),
+        ({"compression": "gzip"}, {"compression": "gzip"}, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]),
+    ],
+)
+def test_rows_of_a_compressed_chunk_of_masks_form_a_group_if_images_are_not_decoded(
+    tmp_path: Path, images: dict[str, Any], masks: dict[str, Any], groups: list[int] | None
+) -> None:
+    with h5py.File(tmp_path / "f.h5", "w") as file:
+        file.create_dataset("x", data=np.zeros((10, 16, 16, 3), np.uint8), chunks=(2, 16, 16, 3), **images)
+        file.create_dataset("mask", data=np.zeros((10, 16, 16), np.uint8), chunks=(5, 16, 16), **masks)
+    found = describe_file(tmp_path / "f.h5", "x", None, ("mask",))
+    grouped = HDF5RowReader(found, PixelForm("last"), {"mask": schema.MASK}).groups(np.arange(10))
+    assert (None if grouped is None else grouped.tolist()) == groups
+
+
 def test_a_reader_of_some_images_renumbers_them(file: Path) -> None:
     with h5py.File(file) as opened:
         expected = opened["gzip"][()]
