@@ -10,6 +10,7 @@ import runpy
 import sys
 import textwrap
 import unicodedata
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,15 +20,20 @@ from torch.utils.data import Subset
 
 import h5pack
 from h5pack import cli, errors
-from h5pack.benchmark.cases import BenchCase
+from h5pack.benchmark.cases import CACHES, ENGINES, ORDERS, BenchCase
 from h5pack.benchmark.mixing import MixingReport, OrderMixing
 from h5pack.benchmark.recommend import Recommendation
 from h5pack.benchmark.report import BenchReport
 from h5pack.combine.write import CombineReport
+from h5pack.doctor.loaders import DTYPES
 from h5pack.exporter.exporter import ExportReport
+from h5pack.exporter.image_files import SUFFIXES
 from h5pack.format import schema
+from h5pack.format.fields import BOX_FORMATS
 from h5pack.inspect.info import DatasetReport
 from h5pack.inspect.preview import PreviewReport
+from h5pack.monitor.report import FeedReport
+from h5pack.order import cursor
 from h5pack.pack import compression
 from h5pack.pack import options as choices
 from h5pack.pack.conversion import Conversion
@@ -81,10 +87,26 @@ def options(parser: argparse.ArgumentParser) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
 
 
+COMMANDS = parsers().keys() - {""}
 COMMON = {"--help", "--version", "--json", "--debug"}
 
 
-@pytest.mark.parametrize("command", sorted(set(parsers()) - {""}))
+def test_every_command_is_in_the_overviews() -> None:
+    overview = page("cli.md").split("\n## ")[0]
+    json_keys = " ".join(re.findall(r"^\*\*(.*)\*\*", page("json.md"), re.M))
+    assert set(re.findall(r"^    h5pack (\w+)", overview, re.M)) == COMMANDS
+    assert set(re.findall(r"\(#h5pack-(\w+)\)", overview)) == COMMANDS
+    assert set(re.findall(r"^h5pack (\w+)", cli._EPILOG, re.M)) == COMMANDS
+    assert set(re.findall(r"(\w+)(?: --\S+)? --json", json_keys)) == COMMANDS
+
+
+def test_the_commands_that_exit_with_1_without_an_error_are_listed() -> None:
+    (row,) = re.findall(r"^\| 1 .*$", section(page("cli.md"), "Exit codes"), re.M)
+    sources = {name: inspect.getsource(parsers()[name].get_default("run")) for name in COMMANDS}
+    assert set(re.findall(r"`(\w+)`", row)) == {name for name in COMMANDS if re.search(r"return . if ", sources[name])}
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_option_of_a_command_has_a_row_and_no_other_has(command: str) -> None:
     rows = re.findall(r"^\| `(--[\w-]+)", section(page("cli.md"), f"h5pack {command}"), re.M)
     assert len(rows) == len(set(rows))
@@ -128,20 +150,43 @@ def test_no_page_names_an_option_that_there_is_not(path: Path) -> None:
             assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*(?<!-)(?![\w-])", line)) <= known, line
 
 
-def test_the_choices_of_options_are_in_their_rows() -> None:
-    text = section(page("cli.md"), "h5pack convert")
-    for option, values in {
-        "--source": detect.KINDS,
-        "--fit": choices.FITS,
-        "--resample": choices.RESAMPLES,
-        "--mode": choices.MODES,
-        "--layout": choices.LAYOUTS,
-        "--order": choices.ORDERS,
-        "--io": choices.IO,
-        "--compression": compression.COMPRESSIONS,
-    }.items():
-        (row,) = re.findall(rf"^\| `{option} .*$", text, re.M)
-        assert {value for value in values if f"`{value}`" not in row} == set()
+CHOICES = {
+    ("convert", "--source"): detect.KINDS,
+    ("convert", "--box-format"): BOX_FORMATS,
+    ("convert", "--fit"): choices.FITS,
+    ("convert", "--resample"): choices.RESAMPLES,
+    ("convert", "--mode"): choices.MODES,
+    ("convert", "--layout"): choices.LAYOUTS,
+    ("convert", "--keep"): choices.KEEP,
+    ("convert", "--order"): choices.ORDERS,
+    ("convert", "--io"): choices.IO,
+    ("convert", "--compression"): compression.COMPRESSIONS,
+    ("export", "--format"): SUFFIXES,
+    ("bench", "--orders"): ORDERS,
+    ("bench", "--engines"): ENGINES,
+    ("bench", "--cache"): CACHES,
+    ("doctor", "--dtype"): DTYPES,
+}
+
+
+@pytest.mark.parametrize(("command", "option"), CHOICES)
+def test_the_choices_of_an_option_are_in_its_row_help_and_docstring(command: str, option: str) -> None:
+    (row,) = re.findall(rf"^\| `{option} .*$", section(page("cli.md"), f"h5pack {command}"), re.M)
+    (action,) = (action for action in parsers()[command]._actions if option in action.option_strings)
+    docstring = inspect.getdoc(getattr(h5pack, {"doctor": "diagnose"}.get(command, command))) or ""
+    parameter = re.split(rf"^{action.dest} : ", docstring, flags=re.M)[1]
+    texts = [" ".join(re.findall(r"`[\w-]+`", row)), re.split(r"\n\w", parameter)[0]]
+    if option != "--resample":  # The help leaves out the names of filters.
+        texts.append(action.help or "")
+    if option == "--format":
+        texts += re.findall(r"^\| `format` \|.*$", page("json.md"), re.M)
+    for text in texts:
+        assert set(CHOICES[command, option]) <= set(re.findall(r"[\w-]+", text))
+
+
+def test_every_kind_of_source_is_in_the_overview() -> None:
+    table = page("sources.md").split("\n## ")[0]
+    assert {kind for kind in detect.KINDS if f"`{kind}`" not in table} == set()
 
 
 def test_the_json_keys_are_listed(tmp_path: Path) -> None:
@@ -241,6 +286,16 @@ SECTIONS["Crops"] = ["RandomCrop", "CenterCrop", "RandomResizedCrop"]
 SECTIONS["ConcatPack and MixtureSampler"] = ["MixtureSampler"]
 
 
+def public_names(kind: Callable[[object], bool]) -> set[str]:
+    """The public functions or classes, without errors; `kind` is a function of `inspect`."""
+    return {name for name in h5pack.__all__ if kind(getattr(h5pack, name))} - vars(errors).keys()
+
+
+def test_every_class_has_its_parameters_in_the_reference() -> None:
+    owners = {owner for owners in SECTIONS.values() for owner in owners}
+    assert owners | {"ConcatPack", "Resize", "Views"} == public_names(inspect.isclass)
+
+
 @pytest.mark.parametrize("title", SECTIONS)
 def test_every_parameter_has_a_row_in_the_reference(title: str) -> None:
     table = section(page("api.md"), title).split("| parameter |")[1].split("\n\n")[0]
@@ -250,20 +305,35 @@ def test_every_parameter_has_a_row_in_the_reference(title: str) -> None:
 
 def test_every_public_name_is_in_the_reference_and_its_docstring_on_the_site() -> None:
     text = page("api.md")
-    names = set(h5pack.__all__) - {error.__name__ for error in error_classes()} - {"__version__"}
+    functions = public_names(inspect.isfunction)
+    names = functions | public_names(inspect.isclass)
     assert {name for name in names if f"`{name}`" not in text} == set()
     listed = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", page("reference.md"), re.M))
     assert {name for name in listed if "." not in name} == names
     assert errors.__name__ in listed
+    reports = {inspect.signature(getattr(h5pack, name)).return_annotation for name in functions}
+    assert reports <= {name.rpartition(".")[2] for name in listed}
 
 
-def test_what_a_state_belongs_to_is_listed(tmp_path: Path) -> None:
+def test_what_a_state_belongs_to_is_listed_and_has_a_message_if_it_differs(tmp_path: Path) -> None:
     h5pack.convert(split_folders(tmp_path / "photos", {"train": {"x": 3}}), tmp_path / "o.h5", num_workers=1)
     dataset = h5pack.H5Dataset(tmp_path / "o.h5")
-    samplers = [h5pack.ChunkBatchSampler(rows, 2) for rows in (dataset, Subset(dataset, [2, 0]))]
-    samplers.append(h5pack.ChunkBatchSampler(dataset, 2, weights=[1, 2, 1]))
+    samplers = [
+        h5pack.ChunkSampler(dataset),
+        h5pack.ChunkBatchSampler(Subset(dataset, [2, 0]), 2),
+        h5pack.ChunkBatchSampler(dataset, 2, weights=[1, 2, 1]),
+        h5pack.MixtureSampler(h5pack.ConcatPack([dataset, dataset]), 2),
+    ]
+    assert {type(one).__name__ for one in samplers} == {name for name in h5pack.__all__ if name.endswith("Sampler")}
     names = {name for sampler in samplers for name in sampler.state_dict()["order"]}
     assert words_of_rows(section(page("api.md"), "States")) == names
+    given = {cursor._PARAMETERS.get(name, name) for name in names - {*cursor._PROBLEMS, *cursor._OF_SPLIT}}
+    assert given <= inspect.signature(h5pack.ChunkBatchSampler).parameters.keys()
+
+
+def test_the_keys_of_feed_reports_are_listed() -> None:
+    keys = FeedReport("train", "epoch", 0.0, 0, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, None, None).to_json().keys()
+    assert words_of_rows(section(page("api.md"), "FeedMonitor").split("| key |")[1]) == keys
 
 
 def test_what_was_read_is_listed() -> None:
