@@ -35,6 +35,16 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return code, captured.out, captured.err
 
 
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command, and under "" that of the program."""
+    program = cli._parser()
+    (commands,) = (action for action in program._actions if isinstance(action, argparse._SubParsersAction))
+    return {"": program, **commands.choices}
+
+
+COMMANDS = parsers().keys() - {""}
+
+
 def test_convert_prints_its_plan_and_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = class_folders(tmp_path / "in", {"a": 6, "b": 5}, (60, 50))
     (source / "a" / "notes.txt").write_text("")
@@ -165,12 +175,14 @@ def test_errors_are_one_line(
 
 
 @pytest.mark.parametrize("json", [False, True])
-@pytest.mark.parametrize("command", ["info no", "verify no", "preview no o.png", "export no o", "subset no o.h5"])
+@pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_missing_file_is_an_error_on_standard_error(
-    capsys: pytest.CaptureFixture[str], command: str, json: bool
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, json: bool
 ) -> None:
-    code, out, err = run(capsys, *command.split(), *["--json"] * json)
+    count = sum(2 if one.nargs == "+" else 1 for one in parsers()[command]._actions if not one.option_strings)
+    code, out, err = run(capsys, command, *(tmp_path / f"{n}.png" for n in range(count)), *["--json"] * json)
     assert (code, out, err.count("\n")) == (1, "", 1)
+    assert not any(tmp_path.iterdir())
 
 
 def test_control_characters_in_names_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

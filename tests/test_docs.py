@@ -43,6 +43,7 @@ from h5pack.sources import detect
 from tests.doctor.test_report import report as doctor_report
 from tests.forking import output_of
 from tests.makers import split_folders
+from tests.test_cli import COMMANDS, parsers
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -76,18 +77,10 @@ def prose(path: Path) -> str:
     return re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
-def parsers() -> dict[str, argparse.ArgumentParser]:
-    """The parser of each command, and under "" that of the program."""
-    program = cli._parser()
-    (commands,) = (action for action in program._actions if isinstance(action, argparse._SubParsersAction))
-    return {"": program, **commands.choices}
-
-
 def options(parser: argparse.ArgumentParser) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings if option.startswith("--")}
 
 
-COMMANDS = parsers().keys() - {""}
 COMMON = {"--help", "--version", "--json", "--debug"}
 
 

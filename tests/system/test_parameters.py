@@ -33,10 +33,11 @@ ARGUMENTS: dict[str, Callable[[Path, Path], list[Any]]] = {
 }
 """The positional arguments of functions and classes, given a source and a pack."""
 PATHS = [
-    *((name, position) for name in ("convert", "append", "subset", "join", "export", "preview") for position in (0, 1)),
-    *((name, 0) for name in ("info", "verify", "diagnose", "bench", "H5Dataset")),
+    (name, position)
+    for name in [*(name for name in h5pack.__all__ if name[0].islower()), "H5Dataset"]
+    for position in range(len(ARGUMENTS[name](Path("s"), Path("p.h5"))))
 ]
-"""Names of functions, and positions of their arguments that are paths."""
+"""Names of all functions and of a class, and positions of their arguments, which are paths."""
 
 
 def call_with_path(name: str, position: int, path: Any, source_and_pack: tuple[Path, Path]) -> None:
