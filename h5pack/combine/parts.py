@@ -16,7 +16,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from h5pack.errors import SourceError
+from h5pack.errors import PackFormatError, SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.fields import FieldValues, RaggedRows, field_data, field_kind
@@ -25,7 +25,7 @@ from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, sta
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex, row_decoder
 from h5pack.read.engine import Engine
-from h5pack.read.hdf5 import open_file, reporting_damage, require_complete, stored_options, text
+from h5pack.read.hdf5 import is_pack, open_file, reporting_damage, require_complete, stored_options, text
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Reject
 from h5pack.sources.folders import split_order
@@ -140,14 +140,14 @@ class RowOrigins:
 def open_part(path: str | os.PathLike[str]) -> Part:
     """Open a complete pack.
 
-    Raises SourceError if the file is not a pack, lacks checksums, or has PNG masks that are not contiguous in the file.
-    Raises PackFormatError if it is missing, incomplete or damaged.
+    Raises PackFormatError if the file is missing, not a pack, incomplete or damaged, and SourceError if it lacks
+    checksums or has PNG masks that are not contiguous in the file.
     """
     require_local(path, "pack")
     path = Path(absolute_path(path))
     with open_file(path) as file, reporting_damage(path):
-        if schema.FORMAT not in file.attrs:
-            raise SourceError.at(path, "is not a pack; make a pack of it with 'h5pack convert'")
+        if not is_pack(file):
+            raise PackFormatError.at(path, "not an h5pack file; make a pack of it with 'h5pack convert'")
         require_complete(file)
         options, layout = stored_options(file), stored_layout(file)
         rejects, statistics = rejects_of(file), stored_statistics(file)

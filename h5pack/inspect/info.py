@@ -30,6 +30,7 @@ from h5pack.read.hdf5 import (
     external_links,
     filters_of,
     find_item,
+    is_pack,
     list_datasets,
     open_file,
     reopen_tuned,
@@ -227,7 +228,7 @@ def info(path: str | os.PathLike[str], *, labels: str | None = None, stats: bool
         if labels:
             require_dataset(file, labels, "labels=NAME")
         opening, links = opening_ranges(file.filename), external_links(file)
-        pack = describe_pack(file) if schema.FORMAT in file.attrs else None
+        pack = describe_pack(file) if is_pack(file) else None
         listed = list_datasets(file, links)
         missing = missing_sources({name: one for name, opened in listed.items() if has_other_files(one := opened())})
         further = FurtherDatasets()
@@ -283,7 +284,7 @@ def _opening_fix(file: h5py.File, opening: tuple[tuple[int, int], ...]) -> tuple
     """Return a command that writes a copy with all metadata in one place; None if `opening` is already one range."""
     if len(opening) < 2:
         return None
-    if schema.FORMAT in file.attrs:
+    if is_pack(file):
         return ("h5pack", "subset", file.filename, copy_name(file.filename))
     total = sum(stop - start for start, stop in opening)
     # Make the metadata block larger than `total`, because metadata that does not fit is stored elsewhere.
@@ -384,11 +385,10 @@ def _faults(dataset: h5py.Dataset, filters: tuple[str, ...], *, kept: bool) -> t
         return ()
     if len(dataset) < 2 or dataset.nbytes <= 1024 * 1024:
         return ()
-    chunks, itemsize = dataset.chunks, dataset.dtype.itemsize
-    chunk_bytes = math.prod(chunks) * itemsize
+    chunks, chunk_bytes = dataset.chunks, math.prod(dataset.chunks) * dataset.dtype.itemsize
     per_row = math.prod(chunk_grid(dataset)[1:])
     # In a pack, compression and chunks beyond the array are not faults: the options of its conversion chose them.
-    own = schema.FORMAT in dataset.file.attrs
+    own = is_pack(dataset.file)
     found = []
     if per_row > 1:
         found.append(f"chunks {chunks} split each row into {per_row} parts, which must be put together")

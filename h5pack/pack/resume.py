@@ -25,7 +25,7 @@ from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, PartFile
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.writer import WriteJob
-from h5pack.read.hdf5 import attribute_names, encode_text, open_file, require_complete, same_names, text
+from h5pack.read.hdf5 import attribute_names, encode_text, is_pack, open_file, require_complete, same_names, text
 from h5pack.read.ragged import index_ragged
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.validation import divided_names, training_split
@@ -257,8 +257,8 @@ def verify_existing(path: Path, shards: Iterable[Path], catalog: Catalog, option
     the images in its source. `shards` are the packs to which the output refers. Raises OutputExistsError.
     """
     with open_file(path) as file:
-        if schema.FORMAT not in file.attrs:
-            raise _different(path, "is not a pack", options)
+        if not is_pack(file):
+            raise _different(path, "is not an h5pack file", options)
         require_complete(file)
         if text(file.attrs.get(schema.OPTIONS, b"")) != options_text(options.content()):
             raise _different(path, "was not made with these options", options)

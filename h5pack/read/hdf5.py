@@ -173,9 +173,14 @@ def require_open_sources(dataset: h5py.Dataset) -> None:
             raise ReadError.at(path, f"{problem}; raise the limit on open files ('ulimit -n')", dataset=name) from error
 
 
+def is_pack(file: h5py.File) -> bool:
+    """Return whether a file is a pack, complete or not."""
+    return schema.FORMAT in file.attrs
+
+
 def require_complete(file: h5py.File) -> None:
     """Raise IncompletePackError for an incomplete pack, PackFormatError for a newer format; accept all other files."""
-    if schema.FORMAT not in file.attrs:
+    if not is_pack(file):
         return
     version, known = int(file.attrs[schema.FORMAT]), schema.FORMAT_VERSION
     if version > known:
@@ -438,10 +443,7 @@ def text(value: Any) -> str:
 
 
 def stored_names(dataset: h5py.Dataset) -> Iterator[str]:
-    """Yield the strings of a dataset. They are read in blocks, because all of them as bytes objects take much memory.
-
-    A bytes object takes three times the memory of the stored string.
-    """
+    """Yield the strings of a dataset. They are read in blocks, because bytes objects take three times their memory."""
     require_filters(dataset)
     count = max(1, min(BLOCK_NAMES, _BLOCK_BYTES // dataset.dtype.itemsize))
     for low in range(0, len(dataset), count):

@@ -25,6 +25,7 @@ from h5pack.read.hdf5 import (
     attribute_names,
     dataset_error,
     find_item,
+    is_pack,
     read_offsets,
     require_dataset,
     text,
@@ -55,7 +56,7 @@ def is_ragged(file: h5py.File, name: str) -> bool:
     Return False for the groups of masks and for a pack's `/encoded`, although they have datasets of the same names.
     """
     group = find_item(file, name)
-    if name.strip("/") == schema.ENCODED and schema.FORMAT in file.attrs:
+    if name.strip("/") == schema.ENCODED and is_pack(file):
         return False
     if not isinstance(group, h5py.Group) or not {schema.FIELD_DATA, schema.FIELD_OFFSETS} <= set(group):
         return False
@@ -90,7 +91,7 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
 
 def require_known_kind(file: h5py.File, name: str) -> None:
     """Raise PackFormatError if a pack's field is a dataset whose kind this version does not know."""
-    item = find_item(file, name) if os.path.dirname(name) == schema.FIELDS and schema.FORMAT in file.attrs else None
+    item = find_item(file, name) if os.path.dirname(name) == schema.FIELDS and is_pack(file) else None
     if isinstance(item, h5py.Dataset):
         kind = text(item.attrs.get(schema.KIND, schema.ARRAY))
         if kind not in (schema.ARRAY, *schema.PIXEL_KINDS):
@@ -168,9 +169,9 @@ def find_field(file: h5py.File, name: str) -> str:
     """
     name = name.strip("/")
     own = schema.field_path(name)
-    if schema.FORMAT in file.attrs and find_item(file, own) is not None:
+    if is_pack(file) and find_item(file, own) is not None:
         return own
-    if schema.FORMAT in file.attrs and find_item(file, name) is None:
+    if is_pack(file) and find_item(file, name) is None:
         known = ", ".join(repr(os.path.basename(path)) for path in own_fields(file)) or "none"
         raise PackFormatError.at(file.filename, f"has no field {name!r}; its fields are {known}", dataset=name)
     return name

@@ -21,6 +21,7 @@ from h5pack.read.hdf5 import (
     VERIFY_ADVICE,
     dataset_error,
     find_item,
+    is_pack,
     open_file,
     reporting_damage,
     require_filters,
@@ -206,7 +207,7 @@ def read_filenames(pack: FileDescription, rows: RowNumbers) -> list[str] | None:
         with open_file(path) as file, reporting_damage(path):
             stored, count = find_item(file, schema.FILENAMES), starts[number + 1] - start
             if getattr(stored, "shape", None) != (count,):
-                if stored is None or schema.FORMAT not in file.attrs:
+                if stored is None or not is_pack(file):
                     return None
                 problem = f"does not have a name for each of the {count:,} rows; {VERIFY_ADVICE}"
                 raise dataset_error(path, schema.FILENAMES, problem)

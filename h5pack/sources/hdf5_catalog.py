@@ -23,6 +23,7 @@ from h5pack.read.hdf5 import (
     datasets_text,
     external_links,
     find_item,
+    is_pack,
     list_datasets,
     open_file,
     reporting_damage,
@@ -108,7 +109,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     pack = describe_file(path, images, None, sized=False)
     rows = pack.indexes[images].rows
     asked = tuple(find_field(file, name) for name in datasets.fields)
-    own = schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED)
+    own = is_pack(file) and images in (schema.IMAGES, schema.ENCODED)
     labels = None if datasets.labels is None else datasets.labels.strip("/") or None
     if datasets.labels is None:
         labels = find_labels(file, images, rows, fields=asked, transposed=True)
@@ -207,7 +208,7 @@ def _pixel_notes(reader: HDF5RowReader) -> Iterator[Note]:
 
 def _unused(file: h5py.File, images: str, rows: int, used: set[str | None], *, labeled: bool) -> tuple[Note, ...]:
     """Return notes that list the datasets that are not packed. Do not list the tables that h5pack itself writes."""
-    own = schema.RESERVED if schema.FORMAT in file.attrs else ()
+    own = schema.RESERVED if is_pack(file) else ()
     if _filenames(file, images, rows) is not None:
         used = {*used, schema.FILENAMES}
     links = external_links(file)
@@ -251,7 +252,7 @@ def find_images(file: h5py.File) -> str:
     """
     if isinstance(file.get(schema.IMAGES), h5py.Dataset):
         return schema.IMAGES
-    if schema.FORMAT in file.attrs and has_kept_images(file, schema.ENCODED):
+    if is_pack(file) and has_kept_images(file, schema.ENCODED):
         return schema.ENCODED
     listed = list_datasets(file)
     found = [name for name, opened in listed.items() if _looks_like_images(opened())]
@@ -276,7 +277,7 @@ def detect_names(path: str | os.PathLike[str], images: str, labels: str) -> tupl
     returned. Other names are returned unchanged. Raise PackFormatError if none or several datasets look like images.
     """
     with open_file(path) as file:
-        if images == schema.IMAGES and images not in file and schema.FORMAT not in file.attrs:
+        if images == schema.IMAGES and images not in file and not is_pack(file):
             try:
                 images = find_images(file)
             except SourceError as error:
@@ -399,7 +400,7 @@ def packing_options(
     """
     images = file[name]
     found: dict[str, Any] = {}
-    if schema.FORMAT not in file.attrs:  # `convert` keeps the labels and fields of a pack by default.
+    if not is_pack(file):  # `convert` keeps the labels and fields of a pack by default.
         # `labels` may be a path in another file, from which a link led to these images.
         labels = None if labels and labels not in file else labels
         if labels is None:
@@ -428,13 +429,13 @@ def _pixel_kind(file: h5py.File, name: str, form: PixelForm | None, images: str)
     if is_ragged(file, name):
         return None
     dataset, shape = require_dataset(file, name, FIELDS_ADVICE), file[images].shape
-    own, wanted, is_pack = dataset.shape or (), (shape[0], *form.size(shape[1:])), schema.FORMAT in file.attrs
+    own, wanted = dataset.shape or (), (shape[0], *form.size(shape[1:]))
     stored = text(dataset.attrs.get(schema.KIND, b""))
     if stored == schema.ARRAY:
         return None
-    if stored == schema.IMAGE or (not is_pack and own == shape and form.channels(shape[1:]) > 2):
+    if stored == schema.IMAGE or (not is_pack(file) and own == shape and form.channels(shape[1:]) > 2):
         return schema.IMAGE if own == shape and dataset.dtype == file[images].dtype else None
-    if is_pack:
+    if is_pack(file):
         # Masks of a pack have at most 32 bits, so wider integers are not a mask.
         fits = own == wanted and np.can_cast(dataset.dtype, np.int32)
     else:
@@ -451,7 +452,7 @@ def _filenames(file: h5py.File, images: str, rows: int) -> h5py.Dataset | None:
     stored = find_item(file, schema.FILENAMES)
     if images not in (schema.IMAGES, schema.ENCODED) or not isinstance(stored, h5py.Dataset):
         return None
-    if stored.shape != (rows,) and schema.FORMAT in file.attrs:
+    if stored.shape != (rows,) and is_pack(file):
         found = f"has shape {stored.shape}, but there are {rows:,} images"
         problem = f"{found}; restore the file, or delete the dataset with h5py"
         raise dataset_source_error(Path(file.filename), schema.FILENAMES, problem)

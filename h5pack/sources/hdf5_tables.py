@@ -25,6 +25,7 @@ from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import (
     attribute_names,
     find_item,
+    is_pack,
     open_file,
     require_dataset,
     require_filters,
@@ -55,7 +56,7 @@ def find_labels(
     `transposed`, it may also be (1, rows), as MATLAB stores a column; only `convert` reads such labels. In a pack, any
     object "labels" is returned. Raise PackFormatError if an object with a usual name is damaged.
     """
-    if schema.FORMAT in file.attrs and images in (schema.IMAGES, schema.ENCODED):
+    if is_pack(file) and images in (schema.IMAGES, schema.ENCODED):
         # Only "labels" has the labels of a pack. A field may be called "label".
         return schema.LABELS if schema.LABELS in file else None
     folder, _, own = images.rpartition("/")
@@ -129,7 +130,7 @@ def read_labels(
         raise _label_error(path, name, found, _OTHER, _NONE, *as_field)
     if values.ndim == 2:
         columns = attribute_names(dataset, schema.COLUMNS) or ()
-        if columns and len(columns) != values.shape[1] and schema.FORMAT in file.attrs:
+        if columns and len(columns) != values.shape[1] and is_pack(file):
             found = f"has {values.shape[1]} columns, but {len(columns)} names of columns"
             raise dataset_source_error(path, name, f"{found}; {_CORRECT}")
         if len(columns) != values.shape[1]:
@@ -138,11 +139,11 @@ def read_labels(
     labels = values.astype(np.int64)
     classes = attribute_names(dataset, schema.CLASSES) or _enum_names(dataset)
     # In a pack, and beside names of classes, -1 means that there is no label. So it does if all labels are -1.
-    if classes is None and schema.FORMAT not in file.attrs and labels.max(initial=0) > 0:
+    if classes is None and not is_pack(file) and labels.max(initial=0) > 0:
         labels = zero_for_minus_one(labels)
     if classes is not None and len(labels) and not schema.NO_LABEL <= labels.min() <= labels.max() < len(classes):
         found = f"has {len(classes)} classes, but values from {labels.min()} to {labels.max()}"
-        if schema.FORMAT in file.attrs:
+        if is_pack(file):
             raise dataset_source_error(path, name, f"{found}; {_CORRECT}")
         raise _label_error(path, name, found, _OTHER, _NONE)
     return labels, classes

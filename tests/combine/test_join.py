@@ -421,8 +421,8 @@ def test_wrong_calls(tmp_path: Path) -> None:
     for packs in ([first], first, []):
         with pytest.raises(OptionsError):
             h5pack.join(packs, tmp_path / "o.h5")
-    for other, kind in (("text.h5", PackFormatError), ("other.h5", SourceError), ("none.h5", PackFormatError)):
-        with pytest.raises(kind) as error:
+    for other in ("text.h5", "other.h5", "none.h5"):
+        with pytest.raises(PackFormatError) as error:
             h5pack.join([first, tmp_path / other], tmp_path / "o.h5")
         assert error.value.path == str(tmp_path / other)
     for out, overwrite in ((first, True), (tmp_path / "o.h5", "no")):
