@@ -29,6 +29,7 @@ from h5pack.read.hdf5 import (
     attribute_names,
     dataset_error,
     is_filtered,
+    is_pack,
     list_datasets,
     metadata_problem,
     open_file,
@@ -236,7 +237,7 @@ def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iter
 def _inspect(path: str) -> _Structure | None:
     """Check the structure of a pack; return None if the file is not a pack."""
     with open_file(path) as file, reporting_damage(path):
-        if schema.FORMAT not in file.attrs:
+        if not is_pack(file):
             return None
         require_complete(file)
         return _inspect_pack(path, file)
@@ -382,23 +383,20 @@ def _checksums_of(file: h5py.File, name: str) -> npt.NDArray[np.uint32] | None:
     """Return the checksums of the rows of labels or a field; None if there is no such dataset or group."""
     if name not in file:
         return None
-    if not is_ragged(file, name):
-        if isinstance(file[name], h5py.Dataset) and file[name].dtype.hasobject:
-            raise dataset_error(file.filename, name, "holds no numbers; restore the file or convert again")
-        return _dataset_checksums(file[name]) if isinstance(file[name], h5py.Dataset) else None
-    index = index_ragged(file, name)
-    if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
-        raise dataset_error(file.filename, name, "has entries that belong to no row; restore the file or convert again")
-    return RaggedRows(index.kind, file[index.data.name][()], index.offsets).checksums()
-
-
-def _dataset_checksums(dataset: h5py.Dataset) -> npt.NDArray[np.uint32]:
-    """Return the checksums of the rows of a dataset, reading some rows at a time."""
-    found = np.zeros(len(dataset), np.uint32)
-    for low in range(0, len(dataset), _BLOCK_ROWS):
-        found[low : low + _BLOCK_ROWS] = row_checksums(dataset[low : low + _BLOCK_ROWS])
+    if is_ragged(file, name):
+        index = index_ragged(file, name)
+        if index.offsets[0] != 0 or index.offsets[-1] != index.data.rows:
+            problem = "has entries that belong to no row; restore the file or convert again"
+            raise dataset_error(file.filename, name, problem)
+        return RaggedRows(index.kind, file[index.data.name][()], index.offsets).checksums()
+    dataset = file[name]
+    if not isinstance(dataset, h5py.Dataset):
+        return None
+    if dataset.dtype.hasobject:
+        raise dataset_error(file.filename, name, "holds no numbers; restore the file or convert again")
+    found = [row_checksums(dataset[low : low + _BLOCK_ROWS]) for low in range(0, len(dataset), _BLOCK_ROWS)]
     require_open_sources(dataset)
-    return found
+    return np.concatenate([np.empty(0, np.uint32), *found])
 
 
 def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
@@ -425,8 +423,12 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
             problems.append(f"splits/rows: shape {splits.shape}, but there must be a start and a stop for each name")
         elif [0, *splits[:, 1].tolist()] != [*splits[:, 0].tolist(), rows]:
             problems.append(f"splits/rows: the splits do not cover the {rows:,} rows in order")
-    tables = (("images", stored_layout), (schema.STATISTICS, stored_statistics), (schema.REJECTS, rejects_of))
-    for name, read in (*tables, (schema.FILENAMES, _read_filenames), (schema.SPLIT_NAMES, require_utf8_splits)):
+    for name, read in (
+        ("images", stored_layout), (schema.STATISTICS, stored_statistics), (schema.REJECTS, rejects_of),
+        # File names have no checksums, but decompressing them fails if they are damaged.
+        (schema.FILENAMES, lambda file: deque(stored_names(file[schema.FILENAMES]), maxlen=0)),
+        (schema.SPLIT_NAMES, require_utf8_splits),
+    ):  # fmt: skip
         try:
             if not any(problem.startswith(name) for problem in problems):
                 read(file)
@@ -434,11 +436,6 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
             problems.append(f"{name}: {error.args[0]}")
         except OSError as error:
             problems.append(f"{name}: {metadata_problem(error, 'its data is damaged')}")
-
-
-def _read_filenames(file: h5py.File) -> None:
-    """Read all file names. They have no checksums, but decompressing them fails if they are damaged."""
-    deque(stored_names(file[schema.FILENAMES]), maxlen=0)
 
 
 def _check_attributes(file: h5py.File, name: str, problems: list[str]) -> None:

@@ -45,7 +45,7 @@ def test_checksums_of_labels_do_not_depend_on_how_many_are_read_at_a_time(
 ) -> None:
     monkeypatch.setattr(module, "_BLOCK_ROWS", block_rows)
     with h5py.File(pack) as file:
-        assert np.array_equal(module._dataset_checksums(file["labels"]), file["checksums/labels"][()])
+        assert np.array_equal(module._checksums_of(file, "labels"), file["checksums/labels"][()])
 
 
 def test_flipped_bytes_are_named_by_row_and_file(copy: Path) -> None:
