@@ -19,6 +19,7 @@ from h5pack.combine.parts import (
     Part,
     added_statistics,
     fitted,
+    label_kind,
     merge,
     merge_classes,
     open_part,
@@ -251,9 +252,9 @@ class _Addition(Conversion):
         if not old.is_encoded and plan.row_shape != old.index.row_shape:
             raise _sizes_differ(old, plan.source, f"the shape {'x'.join(map(str, plan.row_shape))}")
         known, new = fitted([old.catalog, plan.catalog])
-        forms, advice = table_forms(known, old.pixel_dtypes), "choose options so that both are the same"
-        require_alike(old.path, forms, plan.source, table_forms(new, plan.mask_dtypes), advice)
-        if forms["labels of the kind"] == "classes":
+        own, added = table_forms(known, old.pixel_dtypes), table_forms(new, plan.mask_dtypes)
+        require_alike(old.path, own, plan.source, added, "choose options so that both are the same")
+        if label_kind(known) == "classes":
             merge_classes([(old.path, known.label_names or ()), (plan.source, new.label_names or ())])
         _split_for(old, plan.catalog, self._split)
         return plan
