@@ -120,21 +120,7 @@ def append(
     old = open_part(path)
     require_replaceable(path, writable=False)
     _require_options(old, options, split)
-    virtual = old.is_virtual
-    if virtual:
-        # The further pack will have a similar name. Raise now if that name is not valid UTF-8, which a virtual file
-        # cannot store.
-        virtual_name(str(path), path.parent)
-    new_path = _shard_path(old) if virtual else path.with_name(f"{path.name}.new")
-    if virtual and (overwrite or not resume) and new_path.exists():
-        # Do not delete the file: it may be a file of the user that happens to have this name.
-        problem = (
-            f"exists, but {path} does not refer to it; if an interrupted call left it, run again with resume=True and "
-            "without overwrite=True, otherwise rename it"
-        )
-        raise OutputExistsError.at(new_path, problem, "resume=True", "overwrite=True")
-    if not resume and not overwrite:
-        _require_no_leftovers(new_path, Output(new_path).partial, Output(path).partial)
+    virtual, new_path = old.is_virtual, _path_for_new(old, overwrite=overwrite, resume=resume)
     unchanged = CombineReport(str(path), len(old), path.stat().st_size, already_complete=True)
     made_of = old.options.get("combined", {})
     # The interrupted call may have replaced the pack already. Then the pack has the new images, and finding their names
@@ -191,20 +177,31 @@ def _require_options(old: Part, options: dict[str, Any], split: str | None) -> N
             raise OptionsError(text, path=old.path, parameters=(name,))
 
 
-def _require_no_leftovers(*paths: Path) -> None:
-    for path in paths:
-        if path.exists():
+def _path_for_new(old: Part, *, overwrite: bool, resume: bool) -> Path:
+    """Return the path for a pack of the new images; raise OutputExistsError if there are files that must be kept."""
+    if not old.is_virtual:
+        new_path = old.path.with_name(f"{old.path.name}.new")
+    else:
+        # The further pack will have a similar name. Raise now if that name is not valid UTF-8, which a virtual file
+        # cannot store.
+        virtual_name(str(old.path), old.path.parent)
+        used = {os.path.basename(file.path) for file in old.index.files}
+        new_path = next(one for one in map(partial(shard_path, old.path), itertools.count()) if one.name not in used)
+        if (overwrite or not resume) and new_path.exists():
+            # Do not delete the file: it may be a file of the user that happens to have this name.
+            problem = (
+                f"exists, but {old.path} does not refer to it; if an interrupted call left it, run again with "
+                "resume=True and without overwrite=True, otherwise rename it"
+            )
+            raise OutputExistsError.at(new_path, problem, "resume=True", "overwrite=True")
+    for one in () if resume or overwrite else (new_path, Output(new_path).partial, Output(old.path).partial):
+        if one.exists():
             problem = (
                 "belongs to an unfinished call; continue that call with resume=True, or discard its files with "
                 "overwrite=True"
             )
-            raise OutputExistsError.at(path, problem, "resume=True", "overwrite=True")
-
-
-def _shard_path(old: Part) -> Path:
-    """Return the path for a further pack of the virtual file `old`: the first shard path that `old` does not use."""
-    used = {os.path.basename(file.path) for file in old.index.files}
-    return next(path for path in map(partial(shard_path, old.path), itertools.count()) if path.name not in used)
+            raise OutputExistsError.at(one, problem, "resume=True", "overwrite=True")
+    return new_path
 
 
 class _Addition(Conversion):
