@@ -296,11 +296,12 @@ def test_every_parameter_has_a_row_in_the_reference(title: str) -> None:
     assert words_of_rows(table) == {name for names in parameters for name in names}
 
 
-def test_every_public_name_is_in_the_reference_and_its_docstring_on_the_site() -> None:
+def test_every_public_name_is_in_the_reference_the_changelog_and_on_the_site() -> None:
     text = page("api.md")
     functions = public_names(inspect.isfunction)
     names = functions | public_names(inspect.isclass)
     assert {name for name in names if f"`{name}`" not in text} == set()
+    assert names <= set(re.findall(r"`(\w+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
     listed = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", page("reference.md"), re.M))
     assert {name for name in listed if "." not in name} == names
     assert errors.__name__ in listed
