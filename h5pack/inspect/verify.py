@@ -235,39 +235,37 @@ def _checked(path: str, rows: _Rows, executor: Executor, in_flight: int) -> Iter
 
 
 def _inspect(path: str) -> _Structure | None:
-    """Check the structure of a pack; return None if the file is not a pack."""
+    """Check the structure of a pack; return None if the file is not a pack.
+
+    Raises PackFormatError if the pack's images or their offsets are unusable.
+    """
     with open_file(path) as file, reporting_damage(path):
         if not is_pack(file):
             return None
         require_complete(file)
-        return _inspect_pack(path, file)
-
-
-def _inspect_pack(path: str, file: h5py.File) -> _Structure:
-    """Check the structure of a pack; raise PackFormatError if its images or their offsets are unusable."""
-    if schema.IMAGES not in file and schema.ENCODED in file:
-        index = index_kept(file)
-        found = _Structure(index.rows)
-        _add_kept(file, index, found)
-    else:
-        images = file.get(schema.IMAGES)
-        if not (isinstance(images, h5py.Dataset) and images.ndim == 4 and images.dtype == np.uint8):
-            raise PackFormatError(f"{path}: no uint8 dataset 'images' with 4 axes; convert again")
-        found = _Structure(images.shape[0])
-        _add_large(file, schema.IMAGES, found)
-    for name in own_fields(file):
-        field = file[name]
-        if is_mask_group(file, name):
-            try:
-                _add_kept(file, index_kept(file, name), found)
-            except PackFormatError as error:
-                found.seen.add(name)
-                found.problems.append(_problem(file.filename, error))
-        elif isinstance(field, h5py.Dataset) and (field.chunks or field.is_virtual) and field.ndim > 1:
-            _add_large(file, name, found)
-    _check_tables(file, found.rows, found.problems)
-    _check_other_rows(file, found)
-    return found
+        if schema.IMAGES not in file and schema.ENCODED in file:
+            index = index_kept(file)
+            found = _Structure(index.rows)
+            _add_kept(file, index, found)
+        else:
+            images = file.get(schema.IMAGES)
+            if not (isinstance(images, h5py.Dataset) and images.ndim == 4 and images.dtype == np.uint8):
+                raise PackFormatError.at(path, "no uint8 dataset 'images' with 4 axes; convert again")
+            found = _Structure(images.shape[0])
+            _add_large(file, schema.IMAGES, found)
+        for name in own_fields(file):
+            field = file[name]
+            if is_mask_group(file, name):
+                try:
+                    _add_kept(file, index_kept(file, name), found)
+                except PackFormatError as error:
+                    found.seen.add(name)
+                    found.problems.append(_problem(file.filename, error))
+            elif isinstance(field, h5py.Dataset) and (field.chunks or field.is_virtual) and field.ndim > 1:
+                _add_large(file, name, found)
+        _check_tables(file, found.rows, found.problems)
+        _check_other_rows(file, found)
+        return found
 
 
 def _problem(path: str, error: H5PackError) -> str:
