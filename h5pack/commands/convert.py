@@ -1,4 +1,4 @@
-"""The commands `h5pack convert`, `append`, `join` and `subset`: their arguments and their output."""
+"""The commands that write packs: their arguments and their output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands `h5pack info`, `verify`, `preview` and `export`: their arguments and their output."""
+"""The commands that read a file, except `bench` and `doctor`: their arguments and their output."""
 
 from __future__ import annotations
 
