@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -69,6 +71,23 @@ def test_a_table_is_the_items_sorted_by_their_hashes(count: int, key: int) -> No
 @WAYS
 def test_every_key_is_another_order(way: str) -> None:
     assert len({tuple(items(50, key)) for key in (*range(300), *(1 << bit for bit in range(9, 64)))}) == 355
+
+
+@WAYS
+def test_any_item_may_land_anywhere(way: str) -> None:
+    """Chi-square over (place, item), 12 x 12; 121 degrees of freedom."""
+    tries, count = 1_500, 12
+    table = np.zeros((count, count))
+    for key in range(tries):
+        table[np.arange(count), items(count, derive_key(9, key))] += 1
+    assert ((table - tries / count) ** 2 / (tries / count)).sum() < 195
+    # The same for places that follow each other: the next item cannot be predicted from this one.
+    follows = Counter(
+        (b - a) % 12 for key in range(tries) for a, b in zip(*[iter(items(count, derive_key(5, key)))] * 2, strict=True)
+    )
+    assert 0 not in follows
+    expected = 6 * tries / 11
+    assert sum((follows[step] - expected) ** 2 / expected for step in range(1, 12)) < 45
 
 
 def test_no_items() -> None:
