@@ -19,11 +19,10 @@ from h5pack.data.chunk_groups import ROWS, GroupReader
 from h5pack.data.dataset import batch_fields
 from h5pack.data.gather import HeldRows, list_sizes
 from h5pack.data.iteration import BatchIterator, Closeable, IdleThreads
-from h5pack.data.mixture import MixtureSampler
 from h5pack.data.pipeline import EpochGroups, Pipeline
-from h5pack.data.samplers import draw_key, order_text
+from h5pack.data.samplers import BatchOrder, draw_key, order_text
 from h5pack.data.samples import new_batch
-from h5pack.data.selection import plan_order, require_no_transform, select_draws, warn_of_later_ranks
+from h5pack.data.selection import plan_order, require_no_transform, resolve_ranks, select_draws, warn_of_later_ranks
 from h5pack.errors import OptionsError
 from h5pack.format.fields import RaggedRows
 from h5pack.images.crops import DecodeCrop
@@ -135,9 +134,9 @@ class H5Loader(Closeable, Resumable):
         Must have no `transform`, `target_transform` or `__getitem__` of a subclass, which handle single samples.
     batch_size, shuffle, seed, window, drop_last, rank, num_replicas, streams, lanes, indices, weights, num_samples
         As for `ChunkBatchSampler`, which yields the same order for the same parameters.
-    batch_sampler : MixtureSampler, optional
-        A sampler of `dataset`, which must be a `ConcatPack`. It determines the batches, so `batch_size` to
-        `num_samples` must not be given. The loader and the sampler share one state: save and load it with either.
+    batch_sampler : MixtureSampler or ChunkBatchSampler, optional
+        A sampler of `dataset`. It determines the batches, so `batch_size` to `num_samples` must not be given. The
+        loader and the sampler share one state: save and load it with either.
     num_threads : int, optional
         Reading threads, at most 1,024. None: 4, or the number of CPUs this process may use if smaller.
     prefetch_factor : int, optional
@@ -193,7 +192,7 @@ class H5Loader(Closeable, Resumable):
         indices: Sequence[int] | npt.NDArray[np.int64] | None = None,
         weights: npt.ArrayLike | str | None = None,
         num_samples: int | None = None,
-        batch_sampler: MixtureSampler | None = None,
+        batch_sampler: BatchOrder | None = None,
         num_threads: int | None = None,
         prefetch_factor: int | None = None,
         memory_bytes: int | None = None,
@@ -212,28 +211,26 @@ class H5Loader(Closeable, Resumable):
             )
         require_callable("transform", transform)
         require_callable("target_transform", target_transform)
-        ranks = rank, num_replicas
         if batch_sampler is None:
-            self._base, rows = select_draws(dataset, indices, weights, num_samples)
+            base, rows = select_draws(dataset, indices, weights, num_samples)
             if batch_size is None:
                 raise OptionsError("batch_size is missing; give the rows per batch", parameters=("batch_size",))
-            self.plan = plan_order(
+            ranks = resolve_ranks(rank, num_replicas)
+            plan = plan_order(
                 rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
             )
-            cursor = EpochCursor(self.plan.identity(), "batches", self.plan.num_batches)
+            order = BatchOrder(dataset, base, plan, rank)
         else:
-            names = "batch_size, shuffle, seed, window, drop_last, rank, num_replicas, streams, lanes, indices, weights"
-            values = batch_size, shuffle, seed, window, drop_last, *ranks, streams, lanes, indices, weights
-            order = {**dict(zip(names.split(", "), values, strict=True)), "num_samples": num_samples}
-            _require_mixture(batch_sampler, dataset, order)
-            self._base, self.plan = batch_sampler.plan()
-            cursor, drop_last = batch_sampler.cursor, batch_sampler.drop_last
-        self.batch_sampler = batch_sampler
-        # This is false with a `MixtureSampler`, because the sampler does not record whether `rank` was given.
-        self._assumes_one_rank = batch_sampler is None and rank is None and self.plan.num_replicas == 1
+            given: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "window": window}
+            given |= {"drop_last": drop_last, "rank": rank, "num_replicas": num_replicas, "streams": streams}
+            given |= {"lanes": lanes, "indices": indices, "weights": weights, "num_samples": num_samples}
+            _require_sampler_of(dataset, batch_sampler, given)
+            order = batch_sampler
+        self._base, self.plan = order.for_loader()
+        self.batch_sampler, self._assumes_one_rank = batch_sampler, order.assumes_one_rank
         require_no_transform(self.dataset)
         self._base = self._base.with_decode(decode, exact)
-        self.batch_size, self.drop_last = self.plan.batch_size, drop_last
+        self.batch_size, self.drop_last = self.plan.batch_size, self.plan.drop_last
         self._with_rows, self._check = self._base.with_rows, self._base.check
         self._cpus = available_cpus()
         num_threads = min(_MAX_THREADS, self._cpus) if num_threads is None else num_threads
@@ -244,7 +241,7 @@ class H5Loader(Closeable, Resumable):
             for name, one in ((self._base.names[0], transform), (self._base.label_name, target_transform))
             if name is not None and one is not None
         }
-        super().__init__(cursor)
+        super().__init__(order.cursor)
         self._plan_memory(memory_bytes, prefetch_factor)
         self._reset()
 
@@ -371,7 +368,7 @@ class H5Loader(Closeable, Resumable):
                 # Pinning takes long, and may fail while a CUDA graph is captured. So do it before the first batch.
                 pool = self._pool.blocks or self._pool
                 pool.prepare(min(self._max_gathered + 2, pool.keep))
-        iterator = LoaderIterator(self._cursor, len(self), self._start)
+        iterator = LoaderIterator(self.cursor, len(self), self._start)
         self._iterators.add(iterator)
         return iterator
 
@@ -380,7 +377,7 @@ class H5Loader(Closeable, Resumable):
 
         Once the epoch has been consumed to its end (StopIteration), the state is the start of the next epoch.
         """
-        return self._cursor.state()
+        return self.cursor.state()
 
     @property
     def queue_depth(self) -> int:
@@ -467,12 +464,12 @@ class H5Loader(Closeable, Resumable):
         return changed.pin_memory() if self.pin_memory and pageable else changed
 
 
-def _require_mixture(sampler: Any, dataset: Any, order: dict[str, Any]) -> None:
-    """Raise an OptionsError unless `sampler` is a MixtureSampler of `dataset` and `order` has only default values."""
-    if not isinstance(sampler, MixtureSampler):
+def _require_sampler_of(dataset: Any, sampler: Any, order: dict[str, Any]) -> None:
+    """Raise an OptionsError unless `sampler` is a `BatchOrder` of `dataset` and `order` has only default values."""
+    if not isinstance(sampler, BatchOrder):
         raise OptionsError(
-            f"batch_sampler is a {type(sampler).__name__}; H5Loader takes only a MixtureSampler: give batch_size and "
-            "the other parameters of the order to H5Loader instead, or give the sampler to a DataLoader",
+            f"batch_sampler is a {type(sampler).__name__}; H5Loader takes only batch samplers of h5pack: give "
+            "batch_size and the other parameters of the order to H5Loader instead, or give the sampler to a DataLoader",
             parameters=("batch_sampler", "batch_size"),
         )
     defaults = {name: one.default for name, one in inspect.signature(H5Loader).parameters.items()}
@@ -484,6 +481,6 @@ def _require_mixture(sampler: Any, dataset: Any, order: dict[str, Any]) -> None:
         )
     if sampler.dataset is not dataset:
         raise OptionsError(
-            "batch_sampler draws from another dataset; give H5Loader the ConcatPack that the sampler was made for",
+            "batch_sampler draws from another dataset; give H5Loader the dataset that the sampler was made for",
             parameters=("dataset", "batch_sampler"),
         )

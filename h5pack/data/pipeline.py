@@ -1,6 +1,6 @@
 """The threads of an `H5Loader`, which prefetch batches.
 
-An order is a sequence of chunk groups (`OrderPlan.chunk_groups`): rows that are read together, each with its batch and
+An order is a sequence of chunk groups (`BatchPlan.chunk_groups`): rows that are read together, each with its batch and
 its slot (row index in the batch). The terms of the protocol:
 
 - A group is *issued* when memory is available for every batch with rows of the group. It is then cut into tasks, each
@@ -48,7 +48,7 @@ from h5pack.data.buffers import BatchMemory, BufferPool
 from h5pack.data.chunk_groups import Block, GroupReader, PlannedGroup, Task
 from h5pack.data.iteration import BackgroundThreads, IdleThreads
 from h5pack.errors import LoaderError
-from h5pack.order.window import ChunkGroup, OrderPlan, Span, merge_groups
+from h5pack.order.window import BatchPlan, ChunkGroup, Span, merge_groups
 
 _PLANNED = 2
 """Number of groups to plan ahead of the group that is issued next."""
@@ -61,7 +61,7 @@ and windows of 16 chunks: 19,800 images/s without merging, 35,000 with it."""
 class EpochGroups:
     """The chunk groups of the epochs of an order, merged into groups that are large enough to be read efficiently."""
 
-    def __init__(self, plan: OrderPlan, row_bytes: int) -> None:
+    def __init__(self, plan: BatchPlan, row_bytes: int) -> None:
         self._plan, self._max_rows = plan, max(1, _MERGED_BYTES // max(1, row_bytes))
         self._begun: tuple[int, Iterator[ChunkGroup]] | None = None
 
@@ -93,7 +93,7 @@ class Pipeline(BackgroundThreads):
     def __init__(
         self,
         reader: GroupReader,
-        plan: OrderPlan,
+        plan: BatchPlan,
         groups: Iterator[ChunkGroup],
         first: int,
         pool: BufferPool,
@@ -117,7 +117,7 @@ class Pipeline(BackgroundThreads):
         # Fill batches of cached rows one after the other: this uses few buffers, which then stay in the CPU's cache.
         # With several streams or lanes, process whole groups at once, because consecutive batches take rows from
         # several groups.
-        self._batchwise = plan.step_streams * plan.lanes == 1
+        self._batchwise = plan.is_sequential
         self._max_gathered = max_gathered
         self._blocks: deque[Block] = deque()  # of a cached group
         self._block_rows = block_rows

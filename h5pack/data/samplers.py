@@ -20,10 +20,10 @@ from h5pack.data.concat import ConcatPack
 from h5pack.data.dataset import H5Dataset
 from h5pack.data.decoding import DrawKey, DrawnIndex
 from h5pack.data.draws import first_use
-from h5pack.data.selection import plan_order, select_draws
+from h5pack.data.selection import plan_order, resolve_ranks, select_draws
 from h5pack.errors import OptionsError
 from h5pack.order.cursor import EpochCursor, IterationState, Resumable
-from h5pack.order.window import DEFAULT_WINDOW, OrderPlan
+from h5pack.order.window import DEFAULT_WINDOW, BatchPlan, OrderPlan
 
 _PLANNED_ROWS = 4_096
 """Number of rows of each stream that a sampler of single rows plans at once."""
@@ -34,7 +34,7 @@ _MAX_FRAMES = 12
 _DIVIDING_CLASSES = ("BatchSamplerShard", "DataLoaderDispatcher")
 
 
-def batch_indices(plan: OrderPlan, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
+def batch_indices(plan: BatchPlan, epoch: int, first: int) -> Iterator[npt.NDArray[np.int64]]:
     """Yield the dataset indices, int64 (n,), of each batch of an epoch, starting with batch `first`."""
     open_batches: dict[int, npt.NDArray[np.int64]] = {}
     following = first
@@ -195,6 +195,8 @@ class ChunkSampler(Resumable, Sampler[int]):
     For given parameters the order depends only on `seed` and the epoch, and never changes between releases.
     """
 
+    plan: OrderPlan
+
     def __init__(
         self,
         dataset: Any,
@@ -210,7 +212,7 @@ class ChunkSampler(Resumable, Sampler[int]):
         weights: npt.ArrayLike | str | None = None,
         num_samples: int | None = None,
     ) -> None:
-        self.dataset, ranks = dataset, (rank, num_replicas)
+        self.dataset, ranks = dataset, resolve_ranks(rank, num_replicas)
         self._base, rows = select_draws(dataset, indices, weights, num_samples)
         _require_keys(dataset, self._base)
         self.plan = plan = plan_order(
@@ -227,7 +229,7 @@ class ChunkSampler(Resumable, Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         _require_undivided(self.num_replicas)
-        return SamplerIterator(self._cursor, self._items)
+        return SamplerIterator(self.cursor, self._items)
 
     def _items(self, iteration: IterationState) -> Iterator[int]:
         start, streams = iteration.start, self.plan.step_streams
@@ -251,7 +253,7 @@ class ChunkSampler(Resumable, Sampler[int]):
             DataLoader's iterator; once a loop has been left early, that count is lost, and rows that workers had
             prefetched count as received.
         """
-        return self._cursor.state(rows_consumed)
+        return self.cursor.state(rows_consumed)
 
 
 class _RankSampler(ChunkSampler, DistributedSampler[int]):  # type: ignore[override]
@@ -264,16 +266,33 @@ class _RankSampler(ChunkSampler, DistributedSampler[int]):  # type: ignore[overr
 
 
 class BatchOrder(Resumable, Sampler[list[int]]):
-    """Base class of batch samplers, whose states count batches."""
+    """Base class of batch samplers: they yield the batches of a plan, and their states count batches.
 
-    num_replicas: int
+    `base` is `dataset`, or the `H5Dataset` that it wraps. `rank` is the constructor's argument.
+    """
+
+    def __init__(self, dataset: Any, base: Any, plan: BatchPlan, rank: int | None) -> None:
+        super().__init__(EpochCursor(plan.identity(), "batches", plan.num_batches))
+        self.dataset, self._base, self.plan = dataset, base, plan
+        self.batch_size, self.drop_last = plan.batch_size, plan.drop_last
+        self.rank, self.num_replicas = plan.rank, plan.num_replicas
+        self.assumes_one_rank = rank is None and plan.num_replicas == 1
 
     def __iter__(self) -> Iterator[list[int]]:
         _require_undivided(self.num_replicas)
-        return SamplerIterator(self._cursor, self._items)
+        return SamplerIterator(self.cursor, self._items)
 
     def _items(self, iteration: IterationState) -> Iterator[list[int]]:
-        raise NotImplementedError
+        batches = batch_indices(self.plan, iteration.epoch, iteration.start)
+        for batch, indices in enumerate(batches, iteration.start):
+            found = indices.tolist()
+            if self._base.is_random:
+                found = DrawnIndex.of(found, draw_key(self.plan, iteration.epoch, batch, np.arange(len(found))))
+            yield found
+
+    def for_loader(self) -> tuple[H5Dataset, BatchPlan]:
+        """Return an `H5Dataset` with the rows of `dataset`, and the plan by which a loader reads it."""
+        return self._base, self.plan
 
     def state_dict(self, batches_consumed: int | None = None) -> dict[str, Any]:
         """Return the state of the running iteration, for `load_state_dict`.
@@ -285,7 +304,7 @@ class BatchOrder(Resumable, Sampler[list[int]]):
             DataLoader's iterator; once a loop has been left early, that count is lost, and batches that workers had
             prefetched count as received.
         """
-        return self._cursor.state(batches_consumed)
+        return self.cursor.state(batches_consumed)
 
 
 class ChunkBatchSampler(BatchOrder):
@@ -315,6 +334,8 @@ class ChunkBatchSampler(BatchOrder):
         `Subset` or `ConcatPack`.
     """
 
+    plan: OrderPlan
+
     def __init__(
         self,
         dataset: Any,
@@ -332,30 +353,18 @@ class ChunkBatchSampler(BatchOrder):
         weights: npt.ArrayLike | str | None = None,
         num_samples: int | None = None,
     ) -> None:
-        self.dataset, ranks = dataset, (rank, num_replicas)
-        self._base, rows = select_draws(dataset, indices, weights, num_samples)
-        _require_keys(dataset, self._base)
-        self.plan = plan_order(
-            rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
-        )
-        super().__init__(EpochCursor(self.plan.identity(), "batches", self.plan.num_batches))
-        self.batch_size, self.drop_last = self.plan.batch_size, drop_last
-        self.rank, self.num_replicas = self.plan.rank, self.plan.num_replicas
+        base, rows = select_draws(dataset, indices, weights, num_samples)
+        _require_keys(dataset, base)
+        ranks = resolve_ranks(rank, num_replicas)
+        plan = plan_order(rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes)
+        super().__init__(dataset, base, plan, rank)
 
     def __repr__(self) -> str:
         return f"ChunkBatchSampler({self.dataset!r}, batch_size={self.batch_size}, {order_text(self.plan)})"
 
-    def _items(self, iteration: IterationState) -> Iterator[list[int]]:
-        batches = batch_indices(self.plan, iteration.epoch, iteration.start)
-        for batch, indices in enumerate(batches, iteration.start):
-            found = indices.tolist()
-            if self._base.is_random:
-                found = DrawnIndex.of(found, draw_key(self.plan, iteration.epoch, batch, np.arange(len(found))))
-            yield found
-
 
 def draw_key(
-    plan: OrderPlan, epoch: int, batches: Any, slots: npt.NDArray[np.int64], rank_rows: int | None = None
+    plan: BatchPlan, epoch: int, batches: Any, slots: npt.NDArray[np.int64], rank_rows: int | None = None
 ) -> DrawKey:
     """Return the key of the random crops of some rows.
 
@@ -381,6 +390,6 @@ def _require_keys(dataset: Any, base: H5Dataset) -> None:
         raise OptionsError(f"{problem}{advice}", parameters=parameters)
 
 
-def order_text(plan: OrderPlan) -> str:
+def order_text(plan: BatchPlan) -> str:
     """Return the part of a ``repr`` that describes an order."""
     return f"shuffle={plan.shuffle!r}, seed={plan.seed}, window={plan.window}, rank={plan.rank} of {plan.num_replicas}"

@@ -43,7 +43,7 @@ def select_draws(
 
     The parameters are as for `ChunkSampler`.
     """
-    base, row_set, order = _select_rows(dataset, indices)
+    base, row_set, order = select_rows(dataset, indices)
     if weights is None:
         if num_samples is not None:
             raise OptionsError(
@@ -115,8 +115,8 @@ def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[n
     return weights
 
 
-def _select_rows(
-    dataset: Any, indices: Sequence[int] | npt.NDArray[np.int64] | None
+def select_rows(
+    dataset: Any, indices: Sequence[int] | npt.NDArray[np.int64] | None = None
 ) -> tuple[H5Dataset, RowSet, npt.NDArray[np.int64] | None]:
     """Return the `H5Dataset`, the chosen rows in file order, and each row's position in `indices`.
 
@@ -223,7 +223,10 @@ def distributed_ranks() -> tuple[int, int] | None:
 
 
 def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
-    """Return (rank, num_replicas): the arguments, else the values of torch.distributed, else (0, 1)."""
+    """Return (rank, num_replicas): the arguments, else the values of torch.distributed, else (0, 1).
+
+    Call this in the constructor of a sampler or loader: a warning names the line that calls the constructor.
+    """
     if (rank is None) != (num_replicas is None):
         raise OptionsError(
             "only one of rank and num_replicas is given; give both, or neither to take them from torch.distributed",
@@ -237,7 +240,7 @@ def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]
         warnings.warn(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but torch.distributed is not initialized yet: every process "
             "will read all rows; call init_process_group first, or give rank and num_replicas",
-            stacklevel=4,  # the caller of the constructor that calls `plan_order`
+            stacklevel=3,  # the caller of the constructor
         )
     return 0, 1
 
@@ -260,23 +263,21 @@ def plan_order(
     window: int,
     drop_last: bool,
     *,
-    ranks: tuple[int | None, int | None],
+    ranks: tuple[int, int],
     streams: int | None = None,
     lanes: int = 1,
     single_rows: bool = False,
 ) -> OrderPlan:
     """Return the plan of an order from the parameters of a sampler's or loader's constructor.
 
-    The constructor must call this directly, so that warnings name the line that calls the constructor. `single_rows` is
-    for samplers of single rows: each batch of the plan then has `batch_size` rows from each stream of this rank, and
-    `drop_last` leaves out only the rows that do not divide evenly among the streams.
+    `ranks` is the result of `resolve_ranks`. `single_rows` is for samplers of single rows: each batch of the plan then
+    has `batch_size` rows from each stream of this rank, and `drop_last` leaves out only the rows that do not divide
+    evenly among the streams.
     """
-    rank, num_replicas = resolve_ranks(*ranks)
+    rank, num_replicas = ranks
     lanes, (drop_last,) = whole_number("lanes", lanes, 1, _MAX_STREAMS), flags(drop_last=drop_last)
     streams = None if streams is None else whole_number("streams", streams, 1, _MAX_STREAMS)
     own_streams = 1 if streams is None else max(1, streams // num_replicas)
-    if isinstance(shuffle, (bool, np.bool_)):
-        shuffle = "window" if shuffle else False
     return OrderPlan(
         rows,
         batch_size * own_streams if single_rows else batch_size,

@@ -11,12 +11,10 @@ from typing import Any
 from torch.utils.data import RandomSampler
 
 from h5pack.data.iteration import Closeable
-from h5pack.data.mixture import MixtureSampler
 from h5pack.data.samplers import BatchOrder, ChunkSampler
 from h5pack.data.selection import resolve_ranks
 from h5pack.errors import OptionsError, StateError
-from h5pack.order.cursor import finish_epoch
-from h5pack.order.window import OrderPlan
+from h5pack.order.cursor import Resumable
 from h5pack.system.parameters import refuse_path, whole_number
 
 
@@ -198,7 +196,7 @@ class LoaderWrapper(Closeable):
         if hasattr(self.loader, "state_dict"):
             return
         for sampler in _resumable_samplers(self.loader):
-            finish_epoch(sampler)
+            sampler.cursor.finish(sampler.cursor.iteration)
 
     def _loader_state(self) -> dict[str, Any] | None:
         """Return the loader's own current state; None if it keeps no state."""
@@ -308,14 +306,12 @@ def _resumable_samplers(loader: Any) -> list[BatchOrder | ChunkSampler]:
 def rank_of_copies(loader: Any) -> int | None:
     """Return the rank of a loader if its epochs may have several copies of a row, else None.
 
-    A `MixtureSampler` counts as repeating rows, and the plans of h5pack's other loaders and samplers say whether they
-    repeat rows. Any other sampler counts as repeating rows if its attribute `replacement` is True, and so does torch's
-    RandomSampler if it is longer than its dataset.
+    The plans of h5pack's loaders and samplers say whether they repeat rows. Any other sampler counts as repeating rows
+    if its attribute `replacement` is True, and so does torch's RandomSampler if it is longer than its dataset.
     """
     for one in (one for layer in layers_of(loader) for one in with_samplers(layer)):
-        order = one if isinstance(one, MixtureSampler) else getattr(one, "plan", None)
-        if isinstance(order, MixtureSampler) or (isinstance(order, OrderPlan) and order.repeats_rows):
-            return order.rank
+        if isinstance(one, Resumable) and one.plan.repeats_rows:
+            return one.plan.rank
         is_longer = isinstance(one, RandomSampler) and one.num_samples > len(one.data_source)
         if is_longer or getattr(one, "replacement", None) is True:
             return resolve_ranks(None, None)[0]

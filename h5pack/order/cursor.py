@@ -8,6 +8,7 @@ from operator import index
 from typing import Any
 
 from h5pack.errors import StateError
+from h5pack.order.window import BatchPlan
 from h5pack.system.parameters import whole_number
 
 # For some keys of saved states: the parameter that determines the value, if its name is not the key.
@@ -224,21 +225,23 @@ class EpochCursor:
 class Resumable:
     """Base class of samplers and loaders that implements epochs and states with an `EpochCursor`."""
 
+    plan: BatchPlan
+
     def __init__(self, cursor: EpochCursor) -> None:
-        self._cursor = cursor
+        self.cursor = cursor
 
     def __len__(self) -> int:
         """Return the number of items of this rank per epoch: batches, or rows if the sampler yields single rows."""
-        return self._cursor.length
+        return self.cursor.length
 
     @property
     def epoch(self) -> int:
         """The epoch of the iteration that was started last; 0 before the first iteration."""
-        return self._cursor.iteration.epoch
+        return self.cursor.iteration.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. By default it is the epoch after that of the previous iteration."""
-        self._cursor.set_epoch(epoch)
+        self.cursor.set_epoch(epoch)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Make the next iteration continue where `state` was saved, after the last delivered batch or row.
@@ -248,9 +251,4 @@ class Resumable:
         StateError
             If `state` is malformed, belongs to another order, or cannot be converted to this number of ranks.
         """
-        self._cursor.load(state)
-
-
-def finish_epoch(resumable: Resumable) -> None:
-    """Make `state_dict` return the start of the next iteration, after all batches of an epoch were received."""
-    resumable._cursor.finish(resumable._cursor.iteration)
+        self.cursor.load(state)

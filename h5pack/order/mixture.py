@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
 
-from h5pack.order.row_ranges import Rows
-from h5pack.order.window import ChunkGroup, OrderPlan
+from h5pack.order.permutation import derive_key
+from h5pack.order.row_ranges import Rows, RowSet
+from h5pack.order.window import BatchPlan, ChunkGroup, OrderPlan
 from h5pack.system.properties import cached_property
 
 _VERSION = 1
-BLOCK_ROWS = 1_024
+_PACK_BATCH = 1_024
 """Batch size in the plans of the packs.
 
 It does not affect the shuffle "window", for which each chunk group is a window. With the shuffle "full", a chunk group
@@ -27,24 +28,53 @@ has this many rows. Otherwise it is one chunk, or several smaller chunks with up
 
 
 @dataclass(frozen=True)
-class Mixture:
-    """The endless order of a mixture for all ranks.
+class MixturePlan(BatchPlan):
+    """The endless order of a mixture.
 
-    Step s delivers the rows ``s * global_batch`` to ``(s + 1) * global_batch - 1`` of this order. An epoch consists of
-    `num_batches` steps; s counts the steps of all epochs.
+    Step s delivers the rows ``s * global_batch`` to ``(s + 1) * global_batch - 1`` of this order to all ranks together.
+    An epoch consists of `num_batches` steps; s counts the steps of all epochs.
+
+    Each `ChunkGroup` of this plan has the rows of one batch. If a pack has a small share, the rows of its shuffle
+    window are spread over many batches, and filling all these batches together could take any amount of memory.
+    Instead, the rows of a window are read into the page cache (see `ChunkGroup.upcoming`) when the first rows of the
+    pack's previous window are needed.
     """
 
-    plans: tuple[OrderPlan, ...]  # one per pack, for a single rank, with batches of `BLOCK_ROWS` rows
+    _: KW_ONLY
+    packs: tuple[RowSet, ...]  # the rows of each pack
     counts: tuple[int, ...]  # rows of each pack in one period
-    starts: Rows  # int64, (packs,): dataset index of the first sample of each pack
-    global_batch: int
-    num_samples: int
-    drop_last: bool
+    num_samples: int  # rows per epoch over all ranks
+    # Returns the rows of the file for dataset indices; both int64, (n,). The default is for samplers, which need none.
+    file_rows: Callable[[Rows], Rows] = np.asarray
+
+    is_sequential = reads_again = repeats_rows = True
+
+    @cached_property
+    def plans(self) -> list[OrderPlan]:
+        """The order of each pack for a single rank."""
+        order: dict[str, Any] = {"shuffle": self.shuffle, "window": self.window}
+        return [
+            OrderPlan(rows, _PACK_BATCH, seed=derive_key(self.seed, number), **order)
+            for number, rows in enumerate(self.packs)
+        ]
+
+    @cached_property
+    def global_batch(self) -> int:
+        """Number of rows per step over all ranks."""
+        return self.batch_size * self.num_replicas
 
     @cached_property
     def num_batches(self) -> int:
-        """Number of steps per epoch."""
         return (self.num_samples + (0 if self.drop_last else self.global_batch - 1)) // self.global_batch
+
+    def batch_rows(self, batch: int) -> int:
+        return self.batch_size
+
+    @cached_property
+    def max_group_batches(self) -> int:
+        # A group has one batch, but merging them as in an ordinary order reads small batches up to 5 times as fast.
+        ordinary = OrderPlan(self.rows, self.batch_size, shuffle=self.shuffle, window=self.window)
+        return min(self.num_batches, ordinary.max_group_batches)
 
     @cached_property
     def owners(self) -> Rows:
@@ -54,13 +84,9 @@ class Mixture:
     @cached_property
     def places(self) -> list[Rows]:
         """For each pack, the positions in a period of the rows from this pack; ``places[i]`` is int64 (counts[i],)."""
-        return [np.flatnonzero(self.owners == number) for number in range(len(self.plans))]
+        return [np.flatnonzero(self.owners == number) for number in range(len(self.packs))]
 
     def identity(self) -> dict[str, Any]:
-        """Return values that are saved with a state. A state can be loaded only if its values equal these.
-
-        The dict is JSON-serializable.
-        """
         return {
             "mixture": _VERSION,
             "packs": [{**plan.identity(), "global_batch": None} for plan in self.plans],
@@ -69,6 +95,23 @@ class Mixture:
             "drop_last": self.drop_last,
             "global_batch": self.global_batch,
         }
+
+    def chunk_groups(self, epoch: int, first: int = 0) -> Iterator[ChunkGroup]:
+        upcoming: list[Rows] = []
+
+        def begun(number: int, start: int, indices: Rows) -> None:
+            ranks = self.slots_of(number, start, len(indices)) // self.batch_size
+            upcoming.append(np.sort(self.file_rows(indices[ranks == self.rank])))
+
+        steps = self.steps(epoch * self.num_batches + first, begun)
+        own = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+        for batch in range(first, self.num_batches):
+            indices = next(steps)[own]
+            rows = self.file_rows(indices)
+            order = np.argsort(rows, kind="stable")
+            read = tuple(part for part in upcoming if len(part))
+            upcoming.clear()
+            yield ChunkGroup(rows[order], indices[order], order, [(batch, 0, self.batch_size)], read)
 
     def steps(self, first: int, begun: Callable[[int, int, Rows], None] | None = None) -> Iterator[Rows]:
         """Yield the dataset indices, int64 (global_batch,), of each step from step `first` on, without an end.
@@ -79,7 +122,7 @@ class Mixture:
         """
         period = len(self.owners)
         whole, rest = divmod(first * self.global_batch, period)
-        before = np.bincount(self.owners[:rest], minlength=len(self.plans)).tolist()
+        before = np.bincount(self.owners[:rest], minlength=len(self.packs)).tolist()
         orders = [
             _PackOrder(_pack_groups(self, number, whole * count + done, begun))
             for number, (count, done) in enumerate(zip(self.counts, before, strict=True))
@@ -121,16 +164,16 @@ class _PackOrder:
 
 
 def _pack_groups(
-    mixture: Mixture, number: int, first: int, begun: Callable[[int, int, Rows], None] | None
+    mixture: MixturePlan, number: int, first: int, begun: Callable[[int, int, Rows], None] | None
 ) -> Iterator[Rows]:
     """Yield the dataset indices of each chunk group of pack `number`, without an end.
 
     The first index is that of row `first` of the pack's order. Before indices are yielded, ``begun(number, start,
     indices)`` is called, where `start` is the number of their first row in the pack's order.
     """
-    plan, start = mixture.plans[number], mixture.starts[number]
+    plan, start = mixture.plans[number], sum(rows.count for rows in mixture.packs[:number])
     epoch, row = divmod(first, plan.rows.count)
-    batch, skipped = divmod(row, BLOCK_ROWS)
+    batch, skipped = divmod(row, _PACK_BATCH)
     while True:
         for group in plan.chunk_groups(epoch, batch):
             indices = group.in_slot_order(group.indices)[skipped:] + start
@@ -141,55 +184,6 @@ def _pack_groups(
                 first += len(indices)
                 yield indices
         epoch, batch = epoch + 1, 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixturePlan(OrderPlan):
-    """The order of a mixture for a loader that sees all packs as one file.
-
-    Each `ChunkGroup` of this plan has the rows of one batch. If a pack has a small share, the rows of its shuffle
-    window are spread over many batches, and filling all these batches together could take any amount of memory.
-    Instead, the rows of a window are read into the page cache (see `ChunkGroup.upcoming`) when the first rows of the
-    pack's previous window are needed.
-    """
-
-    mixture: Mixture
-    file_rows: Callable[[Rows], Rows]  # returns the rows of the file for dataset indices; both int64, (n,)
-
-    @cached_property
-    def num_batches(self) -> int:
-        return self.mixture.num_batches
-
-    def batch_rows(self, batch: int) -> int:
-        return self.batch_size
-
-    def identity(self) -> dict[str, Any]:
-        return self.mixture.identity()
-
-    @property
-    def reads_again(self) -> bool:
-        return True
-
-    @property
-    def repeats_rows(self) -> bool:
-        return True
-
-    def chunk_groups(self, epoch: int, first: int = 0) -> Iterator[ChunkGroup]:
-        upcoming: list[Rows] = []
-
-        def begun(number: int, start: int, indices: Rows) -> None:
-            ranks = self.mixture.slots_of(number, start, len(indices)) // self.batch_size
-            upcoming.append(np.sort(self.file_rows(indices[ranks == self.rank])))
-
-        steps = self.mixture.steps(epoch * self.num_batches + first, begun)
-        own = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
-        for batch in range(first, self.num_batches):
-            indices = next(steps)[own]
-            rows = self.file_rows(indices)
-            order = np.argsort(rows, kind="stable")
-            read = tuple(part for part in upcoming if len(part))
-            upcoming.clear()
-            yield ChunkGroup(rows[order], indices[order], order, [(batch, 0, self.batch_size)], read)
 
 
 def schedule(counts: Sequence[int]) -> Rows:

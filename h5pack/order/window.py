@@ -24,9 +24,10 @@ also read by one worker, with the same exceptions.
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +37,7 @@ from h5pack.order.permutation import TABLE_ROWS, Permutation, derive_key
 from h5pack.order.row_ranges import EpochRows, Rows, RowSampler
 from h5pack.order.weights import WeightedRows
 from h5pack.system.arrays import shuffled
-from h5pack.system.parameters import invalid, whole_number
+from h5pack.system.parameters import flags, invalid, whole_number
 from h5pack.system.properties import cached_property
 
 ORDER_VERSION = 1
@@ -101,34 +102,108 @@ class ChunkGroup:
 
 
 @dataclass(frozen=True)
-class OrderPlan:
-    """All parameters of an order except the epoch. The module's docstring defines the terms."""
+class BatchPlan(ABC):
+    """The batches of a rank, and the chunk groups in which their rows are read: all that samplers and loaders need.
+
+    It has all parameters of an order except the epoch. The abstract members describe every epoch.
+    """
 
     rows: RowSampler
-    batch_size: int  # rows of a full batch of this rank; a multiple of `step_streams`
+    batch_size: int  # rows of a full batch of this rank
     _: KW_ONLY
-    shuffle: str | bool = "window"  # one of `SHUFFLES`
+    shuffle: str | bool = "window"  # one of `SHUFFLES`; True is converted to "window"
     seed: int = 0
     window: int = DEFAULT_WINDOW  # chunks per shuffle window
-    trim: bool = False  # whether rows are left out to make the streams equally long; otherwise rows are repeated
-    drop_last: bool = False  # whether the last batch of each lane is left out if it is smaller
+    drop_last: bool = False  # whether rows that do not fill the last batch are left out
     rank: int = 0
     num_replicas: int = 1
-    streams: int = 1  # a multiple of ``num_replicas * lanes``
-    lanes: int = 1
+
+    _whole_numbers: ClassVar[tuple[str, ...]] = ("batch_size", "window", "num_replicas", "seed", "rank")
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "window", "num_replicas", "streams", "lanes", "seed", "rank"):
+        for name in self._whole_numbers:
             minimum = {"seed": 0, "rank": None}.get(name, 1)
             # This also converts NumPy integers, because a saved state must contain Python ints only.
             object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
-        if not isinstance(self.shuffle, (str, bool)) or self.shuffle not in SHUFFLES:
+        if isinstance(self.shuffle, (bool, np.bool_)):
+            object.__setattr__(self, "shuffle", "window" if self.shuffle else False)
+        elif not isinstance(self.shuffle, str) or self.shuffle not in SHUFFLES:
             raise invalid("shuffle", self.shuffle, "give 'window', 'full', 'chunk' or False")
+        object.__setattr__(self, "drop_last", flags(drop_last=self.drop_last)[0])
         if not 0 <= self.rank < self.num_replicas:
             raise OptionsError(
                 f"rank is {self.rank}; give a number from 0 to {self.num_replicas - 1} (num_replicas - 1)",
                 parameters=("rank", "num_replicas"),
             )
+
+    @property
+    @abstractmethod
+    def num_batches(self) -> int:
+        """Number of batches of this rank per epoch."""
+
+    @abstractmethod
+    def batch_rows(self, batch: int) -> int:
+        """Return the number of rows of one batch."""
+
+    @property
+    @abstractmethod
+    def max_group_batches(self) -> int:
+        """Upper bound on the number of batches from the first batch of a chunk group to the last batch of the group.
+
+        A loader has memory for at least this number of batches, and `merge_groups` merges up to this number.
+        """
+
+    @property
+    @abstractmethod
+    def is_sequential(self) -> bool:
+        """Whether a chunk group has no rows of batches before the last batch of the previous group.
+
+        A loader can then fill the batches one after the other.
+        """
+
+    @property
+    @abstractmethod
+    def reads_again(self) -> bool:
+        """Whether several chunk groups have rows of the same chunk, so that decoded chunks are worth keeping."""
+
+    @property
+    @abstractmethod
+    def repeats_rows(self) -> bool:
+        """Whether an epoch may have several copies of a row, not counting copies that make streams equally long."""
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """Return values that are saved with a state. A state can be loaded only if its values equal these.
+
+        The dict is JSON-serializable.
+        """
+
+    @abstractmethod
+    def chunk_groups(self, epoch: int, first: int = 0) -> Iterator[ChunkGroup]:
+        """Yield the rows of the epoch, starting with batch `first`, one chunk group at a time.
+
+        The groups come in ascending order of their first batch. So when a group is yielded whose first batch is b, all
+        rows of the batches before b have been yielded.
+        """
+
+
+@dataclass(frozen=True)
+class OrderPlan(BatchPlan):
+    """The order of a shuffle window, with streams and lanes. The module's docstring defines the terms.
+
+    `batch_size` must be a multiple of `step_streams`, and `drop_last` leaves out the last batch of each lane if it is
+    smaller.
+    """
+
+    _: KW_ONLY
+    trim: bool = False  # whether rows are left out to make the streams equally long; otherwise rows are repeated
+    streams: int = 1  # a multiple of ``num_replicas * lanes``
+    lanes: int = 1
+
+    _whole_numbers = (*BatchPlan._whole_numbers, "streams", "lanes")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.streams % (self.num_replicas * self.lanes):
             raise OptionsError(
                 f"{self.streams} streams cannot be divided among {self.num_replicas} ranks x {self.lanes} lanes; give "
@@ -165,18 +240,15 @@ class OrderPlan:
 
     @cached_property
     def num_batches(self) -> int:
-        """Number of batches of this rank per epoch."""
         share = self.stream_share
         steps = self.stream_rows // share if self.drop_last else -(-self.stream_rows // share)
         return steps * self.lanes
 
     def batch_rows(self, batch: int) -> int:
-        """Return the number of rows of one batch."""
         return self.step_streams * min(self.stream_share, self.stream_rows - batch // self.lanes * self.stream_share)
 
     @cached_property
     def max_group_batches(self) -> int:
-        """Upper bound on the number of batches from the first batch of a chunk group to the last batch of the group."""
         if self.shuffle == "full":
             return 1
         rows = min(self.rows.max_rows(self.group_chunks), self.stream_rows)
@@ -191,21 +263,19 @@ class OrderPlan:
         """
         return self.window if self.shuffle == "window" else max(1, self.stream_share // max(1, self.rows.max_rows(1)))
 
+    @cached_property
+    def is_sequential(self) -> bool:
+        return self.step_streams * self.lanes == 1
+
     @property
     def reads_again(self) -> bool:
-        """Whether several chunk groups have rows of the same chunk, so that decoded chunks are worth keeping."""
         return self.shuffle == "full"
 
     @cached_property
     def repeats_rows(self) -> bool:
-        """Whether an epoch may have several copies of a row, not counting copies that make streams equally long."""
         return isinstance(self.rows, WeightedRows) or self.rows.unique_count < self.rows.count
 
     def identity(self) -> dict[str, Any]:
-        """Return values that are saved with a state. A state can be loaded only if its values equal these.
-
-        The dict is JSON-serializable.
-        """
         return {
             "order": ORDER_VERSION,
             **self.rows.identity(),
@@ -220,11 +290,6 @@ class OrderPlan:
         }
 
     def chunk_groups(self, epoch: int, first: int = 0) -> Iterator[ChunkGroup]:
-        """Yield the rows of the epoch, starting with batch `first`, one chunk group at a time.
-
-        The groups come in ascending order of their first batch. So when a group is yielded whose first batch is b, all
-        rows of the batches before b have been yielded.
-        """
         if self.rows.count:
             sequence, places = _ChunkSequence(self, epoch), range(self.step_streams)
             streams = [self._in_batches(sequence, lane, place, first) for place in places for lane in range(self.lanes)]

@@ -722,6 +722,17 @@ def test_a_state_saved_at_any_batch_gives_the_same_tail(dataset: h5pack.H5Datase
         assert list(sampler) == [batch.labels.tolist() for batch in found[:left]]
 
 
+@pytest.mark.parametrize("order", RESUMED)
+def test_a_loader_follows_a_batch_sampler_and_shares_its_state(dataset: h5pack.H5Dataset, order: str) -> None:
+    settings, expected = {**ORDER, **ORDERS[order]}, expected_of(dataset, 2, **ORDERS[order])
+    sampler = h5pack.ChunkBatchSampler(dataset, **settings)
+    with h5pack.H5Loader(dataset, batch_sampler=sampler, num_threads=2) as loader:
+        assert loader.drop_last == sampler.drop_last
+        sampler.load_state_dict({**sampler.state_dict(), "batches": 1})
+        require_epochs(loader, [expected[0][1:], expected[1]])
+        assert (sampler.epoch, sampler.state_dict()["epoch"]) == (1, 2)
+
+
 def test_a_state_at_the_end_of_an_epoch(dataset: h5pack.H5Dataset) -> None:
     expected, loader = expected_of(dataset), loader_of(dataset)
     *_, inside = (loader.state_dict() for _ in loader)

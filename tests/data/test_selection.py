@@ -196,6 +196,7 @@ def test_a_launcher_without_torch_is_warned_of(monkeypatch: pytest.MonkeyPatch, 
         lambda: h5pack.ChunkBatchSampler(dataset, 5),
         lambda: h5pack.ChunkSampler(dataset),
         lambda: h5pack.H5Loader(dataset, 5),
+        lambda: h5pack.MixtureSampler(h5pack.ConcatPack([dataset]), 5),
     ):
         with pytest.warns(UserWarning, match="WORLD_SIZE") as caught:
             assert make().plan.num_replicas == 1
@@ -216,4 +217,10 @@ def test_a_loader_older_than_torch_distributed_warns(
     assert [warning.filename for warning in caught] == [__file__], "points to the loop"
     list(given)
     pack = h5pack.ConcatPack([dataset])
-    list(h5pack.H5Loader(pack, batch_sampler=h5pack.MixtureSampler(pack, 5, rank=0, num_replicas=1)))
+    for make in (h5pack.MixtureSampler, h5pack.ChunkBatchSampler):
+        list(h5pack.H5Loader(pack, batch_sampler=make(pack, 5, rank=0, num_replicas=1)))
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.distributed, "is_initialized", lambda: False)
+            assumed = h5pack.H5Loader(pack, batch_sampler=make(pack, 5))
+        with pytest.warns(UserWarning, match="initialized after"):
+            list(assumed)
