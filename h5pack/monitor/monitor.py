@@ -35,6 +35,7 @@ from h5pack.monitor.advice import advise
 from h5pack.monitor.bottleneck import Encoding, Evidence, judge
 from h5pack.monitor.probes import CpuTime, DeviceWait, GpuProbe, GpuStatus
 from h5pack.monitor.report import FeedReport, ReportOutputs
+from h5pack.order.cursor import Resumable
 from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import flags, invalid, real_number
 
@@ -454,4 +455,4 @@ def interval_evidence(layers: list[Any], report: FeedReport, transform_seconds: 
 
 def _is_full(order: Any) -> bool:
     """Return whether a loader or sampler shuffles rows individually, regardless of chunks."""
-    return isinstance(order, RandomSampler) or getattr(getattr(order, "plan", None), "shuffle", "") == "full"
+    return isinstance(order, RandomSampler) or (isinstance(order, Resumable) and order.plan.shuffle == "full")

@@ -504,9 +504,11 @@ def test_other_datasets_may_have_any_attributes() -> None:
 
 def test_a_full_shuffle_is_seen_in_samplers_and_loaders(tmp_path: Path) -> None:
     packed = h5pack.H5Dataset(packs.labeled(tmp_path / "z.h5", 40, compression="gzip"))
+    both = h5pack.ConcatPack([packed, packed])
     for loader, full in (
         (DataLoader(packed, BATCH, sampler=RandomSampler(packed)), True),
         (DataLoader(packed, batch_sampler=h5pack.ChunkBatchSampler(packed, BATCH, shuffle="full")), True),
+        (DataLoader(both, batch_sampler=h5pack.MixtureSampler(both, BATCH, shuffle="full")), True),
         (DataLoader(Subset(packed, range(20)), BATCH, shuffle=True), True),
         (h5pack.H5Loader(packed, BATCH, shuffle="full"), True),
         (DataLoader(packed, batch_sampler=h5pack.ChunkBatchSampler(packed, BATCH)), False),
