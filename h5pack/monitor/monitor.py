@@ -193,7 +193,7 @@ class FeedMonitor(LoaderWrapper):
         """
         if self._recorder is not None:
             return self._recorder.report()
-        return FeedReport(self._name, "epoch", time.time(), None, 0, 0, None, 0.0, 0.0, 0.0, 0.0, None, None)
+        return FeedReport(name=self._name, over="epoch", time=time.time())
 
     def close(self) -> None:
         """Close the TensorBoard writer if the monitor created it. A writer passed by the user stays open."""

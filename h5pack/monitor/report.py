@@ -19,30 +19,30 @@ _log = logging.getLogger("h5pack")
 _NOT_AVAILABLE = "not available"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FeedReport:
     """A report on how long the training step waited for data during an interval or an epoch.
 
     None means not available, or not known yet. An epoch's report covers the time from the start of the iteration until
-    now, or until the end of the epoch.
+    now, or until the end of the epoch. The defaults are those of a report before the first iteration.
     """
 
     name: str  #: the monitor's name
     over: str  #: the period of the report: "interval" or "epoch"
     time: float  #: Unix time at the end of the period, in seconds
-    epoch: int | None
-    step: int  #: batches delivered so far: in all epochs if the loader has a length, else by this monitor
-    batches: int  #: number of batches that the step received during the period
-    images: int | None  #: number of images in these batches; None if they contain no tensor or array with an axis
-    seconds: float  #: length of the period
-    wait_seconds: float  #: how long the process waited inside next(loader)
+    epoch: int | None = None
+    step: int = 0  #: batches delivered so far: in all epochs if the loader has a length, else by this monitor
+    batches: int = 0  #: number of batches that the step received during the period
+    images: int | None = None  #: number of images in these batches; None if no tensor or array in them has an axis
+    seconds: float = 0.0  #: length of the period
+    wait_seconds: float = 0.0  #: how long the process waited inside next(loader)
     #: How long the step waited. On a CPU, or if a DeviceFeed wraps the monitor: `wait_seconds`. On a CUDA device: how
     #: long the step's stream had no work left, because the process was waiting for the batch, or the device was still
     #: copying or transforming the batch.
-    stall_seconds: float
-    stall_fraction: float  #: `stall_seconds` divided by `seconds`, 0 to 1
-    images_per_s: float | None
-    bytes_per_s: float | None  #: bytes per second of all tensors and arrays in the batches that the step received
+    stall_seconds: float = 0.0
+    stall_fraction: float = 0.0  #: `stall_seconds` divided by `seconds`, 0 to 1
+    images_per_s: float | None = None
+    bytes_per_s: float | None = None  #: bytes per second of all tensors and arrays in these batches
     queue_depth: int | None = None  #: batches ready in the loader at the end of the period
     #: CPU use of this process and its child processes, such as a DataLoader's workers; 100 is one CPU.
     cpu_percent: float | None = None

@@ -469,7 +469,7 @@ def evidence(loader: Any, transform: float | None = None, **settings: Any) -> Ev
 
 def report(**settings: Any) -> FeedReport:
     values: dict[str, Any] = {"wait_seconds": 0.5, "stall_seconds": 0.5, "stall_fraction": 0.5, **settings}
-    return FeedReport("t", "interval", 0.0, 0, 5, 5, 40, 1.0, images_per_s=40.0, bytes_per_s=1.0, **values)
+    return FeedReport(name="t", over="interval", time=0.0, seconds=1.0, **values)
 
 
 def test_evidence_of_a_loader(dataset: h5pack.H5Dataset) -> None:

@@ -28,8 +28,9 @@ KEYS = [
 
 
 def test_a_report_in_json_and_text() -> None:
-    numbers = (100.0, 2, 50, 40, 320, 10.0, 2.0, 1.0, 0.1, 32.0, 1e6)
-    report = FeedReport("t", "epoch", *numbers, freshness=0.5, gpu=GpuStatus("card", 93.0))
+    numbers = {"step": 50, "batches": 40, "seconds": 10.0, "stall_fraction": 0.1, "images_per_s": 32.0}
+    more = {"bytes_per_s": 1e6, "freshness": 0.5, "gpu": GpuStatus("card", 93.0)}
+    report = FeedReport(name="t", over="epoch", time=100.0, **numbers, **more)
     found = report.to_json()
     assert list(found) == KEYS
     assert (found["step"], found["gpu_name"], found["gpu_memory_used_bytes"]) == (50, "card", None)
