@@ -118,7 +118,8 @@ _MAX_LIST_BYTES = 64 * 1024 * 1024
 field takes over 1 ms per batch."""
 _SMALL_BLOCK_BYTES = 5 * 1024 * 1024
 _LARGE_BLOCK_BYTES = 16 * 1024 * 1024
-# The first part of the random keys of transforms. Do not change it: the random numbers of a seed would change.
+# The first part of the random keys of transforms; in those of orders it is `ORDER_VERSION`. Do not change this number:
+# the random numbers of every seed would change.
 _TRANSFORM = 4
 
 

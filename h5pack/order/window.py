@@ -43,8 +43,8 @@ from h5pack.system.properties import cached_property
 ORDER_VERSION = 1
 SHUFFLES = ("window", "full", "chunk", False)
 DEFAULT_WINDOW = 16
-# Each random key includes one of these numbers, so that keys for different purposes differ. Do not change the numbers:
-# the order of every seed would change.
+# The fourth part of each random key, so that keys for different purposes differ; the first part is `ORDER_VERSION`. Do
+# not change these numbers: the order of every seed would change.
 _CHUNKS, _ROWS, _WINDOW, _DRAWS = 1, 2, 3, 4
 
 
