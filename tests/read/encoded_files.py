@@ -72,11 +72,11 @@ def write_encoded(path: Path, rows: Sequence[bytes], name: str = "images", dtype
     return path
 
 
-def write_kept(path: Path, rows: Sequence[bytes], chunk: int = 1000, **settings: Any) -> Path:
-    """Write what a pack that keeps JPEG bytes has for its images and labels; `settings` are those of the bytes."""
+def write_kept(path: Path, rows: Sequence[bytes], chunk: int = 1000, compression: str | None = None) -> Path:
+    """Write what a pack that keeps JPEG bytes has for its images, and labels that are the rows' numbers."""
     with h5py.File(path, "w") as file:
         joined = np.frombuffer(b"".join(rows), np.uint8)
-        file.create_dataset("encoded/data", data=joined, chunks=(chunk,), maxshape=(None,), **settings)
+        file.create_dataset("encoded/data", data=joined, chunks=(chunk,), maxshape=(None,), compression=compression)
         file["encoded/offsets"] = np.cumsum([0, *map(len, rows)])
         sizes = {row: decoded(row).shape[:2] for row in set(rows)}
         file["encoded/size"] = np.array([sizes[row] for row in rows], np.int32).reshape(-1, 2)
