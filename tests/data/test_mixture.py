@@ -25,6 +25,7 @@ from tests.combine.packs import FIELD_NAMES, KINDS, pack
 from tests.data import packs
 from tests.data.packs import same
 from tests.makers import pixels
+from tests.order.plans import require_groups
 from tests.read.encoded_files import encode, jpegs, write_encoded, write_kept
 
 SIZES = (103, 40, 7)
@@ -412,6 +413,7 @@ def test_windows_are_read_before_they_are_needed(alike: ConcatPack, ranks: int) 
     for rank in range(ranks):
         sampler = MixtureSampler(alike, 12, **ORDER, rank=rank, num_replicas=ranks)
         _, plan = sampler.for_loader()
+        require_groups(plan, 0, 3)
         asked, needed, ahead = Counter[int](), Counter[int](), []
         for group in plan.chunk_groups(0, 3):
             for rows in group.upcoming:

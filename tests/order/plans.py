@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from h5pack.order.row_ranges import RowRange, Rows, RowSet, RowSubset
 from h5pack.order.weights import WeightedRows
-from h5pack.order.window import ChunkGroup, OrderPlan
+from h5pack.order.window import BatchPlan, ChunkGroup
 
 MANY = settings(max_examples=50)
 SHUFFLES: list[str | bool] = ["window", "full", "chunk", False]
@@ -47,7 +48,20 @@ def targets(group: ChunkGroup) -> tuple[Rows, Rows]:
     return batches, slots
 
 
-def batches(plan: OrderPlan, epoch: int = 0, first: int = 0) -> list[list[int]]:
+def require_groups(plan: BatchPlan, epoch: int, first: int) -> None:
+    """Require that the chunk groups of any plan are as a loader needs them."""
+    groups = list(plan.chunk_groups(epoch, first))
+    for group in groups:
+        numbers = [batch for batch, _, _ in group.spans]
+        assert numbers == sorted(set(numbers))
+        assert (group.first, group.last) == (numbers[0], numbers[-1])
+        assert group.last - group.first < plan.max_group_batches
+    assert [group.first for group in groups] == sorted(group.first for group in groups)
+    assert plan.max_group_batches <= max(1, plan.num_batches)
+    assert not plan.is_sequential or all(one.last <= two.first for one, two in itertools.pairwise(groups))
+
+
+def batches(plan: BatchPlan, epoch: int = 0, first: int = 0) -> list[list[int]]:
     """Return the indices of each batch of a rank, from `first` on; each slot must be filled exactly once."""
     filled = [np.full(plan.batch_rows(batch), -1) for batch in range(plan.num_batches)]
     for group in plan.chunk_groups(epoch, first):

@@ -21,7 +21,7 @@ from h5pack.errors import OptionsError
 from h5pack.order import permutation, window
 from h5pack.order.row_ranges import RowRange, RowSet, RowSubset
 from h5pack.order.window import ChunkGroup, OrderPlan, merge_groups
-from tests.order.plans import EPOCHS, MANY, SHUFFLES, batches, targets, weigh, weighted
+from tests.order.plans import EPOCHS, MANY, SHUFFLES, batches, require_groups, targets, weigh, weighted
 
 SOME = settings(MANY, max_examples=20)
 
@@ -271,14 +271,7 @@ def test_from_every_batch_on_the_tail_is_the_same(plan: OrderPlan, epoch: int, s
 @MANY
 def test_chunk_groups_ascend_and_few_batches_are_open(plan: OrderPlan, epoch: int, first: int) -> None:
     for one in ranks(plan):
-        groups = list(one.chunk_groups(epoch, first))
-        for group in groups:
-            numbers = [batch for batch, _, _ in group.spans]
-            assert numbers == sorted(set(numbers))
-            assert (group.first, group.last) == (numbers[0], numbers[-1])
-            assert group.last - group.first < one.max_group_batches
-        assert [group.first for group in groups] == sorted(group.first for group in groups)
-        assert one.max_group_batches <= max(1, one.num_batches)
+        require_groups(one, epoch, first)
 
 
 @pytest.mark.parametrize("shuffle", ["chunk", False])
