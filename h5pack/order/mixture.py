@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ has this many rows. Otherwise it is one chunk, or several smaller chunks with up
 """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MixturePlan(BatchPlan):
     """The endless order of a mixture.
 
@@ -40,7 +40,6 @@ class MixturePlan(BatchPlan):
     pack's previous window are needed.
     """
 
-    _: KW_ONLY
     packs: tuple[RowSet, ...]  # the rows of each pack
     counts: tuple[int, ...]  # rows of each pack in one period
     num_samples: int  # rows per epoch over all ranks

@@ -26,8 +26,8 @@ from __future__ import annotations
 import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -118,10 +118,8 @@ class BatchPlan(ABC):
     rank: int = 0
     num_replicas: int = 1
 
-    _whole_numbers: ClassVar[tuple[str, ...]] = ("batch_size", "window", "num_replicas", "seed", "rank")
-
     def __post_init__(self) -> None:
-        for name in self._whole_numbers:
+        for name in (field.name for field in fields(self) if field.type == "int"):
             minimum = {"seed": 0, "rank": None}.get(name, 1)
             # This also converts NumPy integers, because a saved state must contain Python ints only.
             object.__setattr__(self, name, whole_number(name, getattr(self, name), minimum))
@@ -187,7 +185,7 @@ class BatchPlan(ABC):
         """
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OrderPlan(BatchPlan):
     """The order of a shuffle window, with streams and lanes. The module's docstring defines the terms.
 
@@ -195,12 +193,9 @@ class OrderPlan(BatchPlan):
     smaller.
     """
 
-    _: KW_ONLY
     trim: bool = False  # whether rows are left out to make the streams equally long; otherwise rows are repeated
     streams: int = 1  # a multiple of ``num_replicas * lanes``
     lanes: int = 1
-
-    _whole_numbers = (*BatchPlan._whole_numbers, "streams", "lanes")
 
     def __post_init__(self) -> None:
         super().__post_init__()
