@@ -220,7 +220,7 @@ class H5Loader(Closeable, Resumable):
             plan = plan_order(
                 rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes
             )
-            order = BatchOrder(dataset, base, plan, rank)
+            order = BatchOrder(base, base, plan, rank)
         else:
             given: dict[str, Any] = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "window": window}
             given |= {"drop_last": drop_last, "rank": rank, "num_replicas": num_replicas, "streams": streams}

@@ -272,6 +272,7 @@ class BatchOrder(Resumable, Sampler[list[int]]):
     """
 
     def __init__(self, dataset: Any, base: Any, plan: BatchPlan, rank: int | None) -> None:
+        _require_keys(dataset, base)
         super().__init__(EpochCursor(plan.identity(), "batches", plan.num_batches))
         self.dataset, self._base, self.plan = dataset, base, plan
         self.batch_size, self.drop_last = plan.batch_size, plan.drop_last
@@ -354,7 +355,6 @@ class ChunkBatchSampler(BatchOrder):
         num_samples: int | None = None,
     ) -> None:
         base, rows = select_draws(dataset, indices, weights, num_samples)
-        _require_keys(dataset, base)
         ranks = resolve_ranks(rank, num_replicas)
         plan = plan_order(rows, batch_size, shuffle, seed, window, drop_last, ranks=ranks, streams=streams, lanes=lanes)
         super().__init__(dataset, base, plan, rank)
