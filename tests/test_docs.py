@@ -182,6 +182,16 @@ def test_every_kind_of_source_is_in_the_overview() -> None:
     assert {kind for kind in detect.KINDS if f"`{kind}`" not in table} == set()
 
 
+def test_every_kind_of_source_is_in_all_lists() -> None:
+    """The page on sources, the help of --source, and the docstring of its keyword."""
+    (table,) = re.findall(r"^\| SOURCE \|.*?\n\n", page("sources.md"), re.M | re.S)
+    (shown,) = (action.help for action in parsers()["convert"]._actions if "--source" in action.option_strings)
+    described = re.search(r"source_kind : .*?\n((?: {8}.*\n)+)", str(h5pack.convert.__doc__))
+    assert set(re.findall(r"`(\w+)`", table)) == set(detect.KINDS)
+    for text in (str(shown), described[1] if described else ""):
+        assert [kind for kind in detect.KINDS if not re.search(rf"\b{kind}\b", text)] == []
+
+
 def test_the_json_keys_are_listed(tmp_path: Path) -> None:
     source = split_folders(tmp_path / "photos", {"train": {"x": 3}, "val": {"y": 2}})
     with Conversion(source, tmp_path / "o.h5", num_workers=1) as conversion:

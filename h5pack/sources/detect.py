@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from h5pack.errors import H5PackError, NoImagesError, OptionsError, SourceError
 from h5pack.format import schema
-from h5pack.sources.archives import members_catalog, open_zip
+from h5pack.sources.archives import ArchiveFile, Members, members_catalog, open_zip
 from h5pack.sources.catalog import Catalog, NameFilter, Note, unused_note
 from h5pack.sources.celeba import attributes_of, celeba, is_celeba
 from h5pack.sources.coco import coco, is_coco
@@ -27,20 +29,51 @@ from h5pack.sources.webdataset import is_webdataset, webdataset
 from h5pack.system.files import file_start
 from h5pack.system.text import listed
 
-KINDS = (
-    "flat", "classes", "splits", "pairs", "celeba", "manifest", "coco", "hdf5", "webdataset", "parquet", "mds",
-)  # fmt: skip
 _MANIFEST_SUFFIXES = (".csv", ".tsv", ".tab", *JSON_LINES)
 _TABLE_ENDINGS = (*_MANIFEST_SUFFIXES, ".json")
-_FOLDER_KINDS = ("folder", "flat", "classes", "splits", "pairs")
-_SHARD_KINDS = ("webdataset", "parquet", "mds")
-_TABLES = "a source with columns, such as a manifest"
 # The library `datasets` of Hugging Face caches transformed data in files with such names, beside the data.
 _CACHES = "cache-*.arrow"
 _MAX_TABLES = 100
 _PARQUET_MAGIC = b"PAR1"
 _ZIP_STARTS = (b"PK\3\4", b"PK\5\6")
 _TAR_MAGIC, _TAR_MAGIC_OFFSET = b"ustar", 257
+
+# The parameters of `convert` that set attributes of `HDF5Datasets` and `ManifestColumns`, by attribute.
+_DATASET_PARAMETERS = {name: name for name in ("images", "labels", "fields", "channel_axis", "value_range")}
+COLUMN_PARAMETERS = {
+    "root": "root", "path": "path_column", "labels": "label_columns", "split": "split_column",
+    "fields": "field_columns", "masks": "mask_columns", "images": "image_columns", "texts": "text_columns",
+    "boxes": "box_columns", "keypoints": "keypoint_columns", "box_format": "box_format",
+}  # fmt: skip
+_OF_SHARDS = {*COLUMN_PARAMETERS.values()} - {"root", "mask_columns", "image_columns"}
+_OF_SAMPLES = {"fields", "box_columns", "keypoint_columns", "box_format"}  # name keys of a dataset's samples
+_FOLDER_ADVICE = (
+    "check the path, select files of other suffixes with include, or give a dataset in Python that reads them"
+)
+
+
+class _Kind(NamedTuple):
+    """The properties of a kind of source."""
+
+    needs: str  # what the path must be, such as "file"; "" if it may also be a pattern of several files
+    parameters: Collection[str] = ()  # of those in the tables above, the ones that apply
+    advice: str = "check the path, include and exclude"  # what to do if there are no images
+
+
+KINDS = {
+    **dict.fromkeys(("flat", "classes", "splits", "pairs"), _Kind("folder or an archive", advice=_FOLDER_ADVICE)),
+    "celeba": _Kind("folder", advice=_FOLDER_ADVICE),
+    "manifest": _Kind("file", COLUMN_PARAMETERS.values()),
+    "coco": _Kind("file or a folder", {"root"}),
+    "hdf5": _Kind("file", _DATASET_PARAMETERS, "check include, exclude and the content of the file ('h5pack info')"),
+    "webdataset": _Kind("", _OF_SHARDS - {"path_column"}),
+    "parquet": _Kind("", _OF_SHARDS),
+    "mds": _Kind("folder", _OF_SHARDS),
+}
+_ALL_KINDS = KINDS | {
+    "folder": KINDS["flat"],  # a folder or an archive whose kind depends on the names of its files
+    "dataset": _Kind("", _OF_SAMPLES, "check its length, include and exclude"),
+}
 
 
 @dataclass(frozen=True)
@@ -75,21 +108,19 @@ def open_source(
             raise SourceError.at(error.filename or source, problem) from error
         where, path = str(Path(source)), source
     else:
-        catalog = _open_dataset(source, options)
         where, path = f"the {type(source).__name__}", None
+        if options.kind is not None:
+            parameter = f"source_kind={options.kind!r}"
+            raise OptionsError(f"{where}: not a path; leave out {parameter}", parameters=(parameter,))
+        _refuse_unused(where, "dataset", options)
+        keys = replace(options.columns, fields=options.datasets.fields)
+        catalog = map_style_catalog(source, keys).filtered(options.names)
     if len(catalog) == 0:
         left_out = [f"{count} {kind}" for kind, count in sorted(catalog.ignored.items())]
         for one in catalog.rejects[:1]:
             left_out.append(f"{len(catalog.rejects):,} rejected, such as {one.shown}: {one.reason}")
         skipped = ", ".join(left_out)
-        advice = {
-            "hdf5": "check include, exclude and the content of the file ('h5pack info')",
-            "dataset": "check its length, include and exclude",
-            **dict.fromkeys(("manifest", "coco", *_SHARD_KINDS), "check the path, include and exclude"),
-        }.get(
-            catalog.kind,
-            "check the path, select files of other suffixes with include, or give a dataset in Python that reads them",
-        )
+        advice = _ALL_KINDS[catalog.kind].advice
         if any(f"{suffix} files" in catalog.ignored for suffix in HDF5_SUFFIXES):
             advice = "give one of the HDF5 files, or a dataset in Python that reads them, such as an H5Dataset"
         what = "samples" if catalog.kind == "dataset" else "images"
@@ -102,17 +133,23 @@ def open_source(
 
 
 def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
-    kind, names = options.kind or _detect(path, options.names), options.names
-    if kind not in ("webdataset", "parquet"):
-        _require_exists(path)
-    if archive := _archive_format(path) if kind in _FOLDER_KINDS else "":
-        return _open_archive(path, archive, options, kind, scratch)
-    if kind not in ("webdataset", "parquet", "coco") and path.is_dir() == (kind in ("manifest", "hdf5")):
-        parameter = f"source_kind={kind!r}"
-        folder = "folder" if kind in ("celeba", "mds") else "folder or an archive"
-        needed = "file, not a folder" if path.is_dir() else f"{folder}, not this file"
-        raise SourceError.at(path, f"{parameter} needs a {needed}; check the path", parameter)
+    kind, names, opened = options.kind or _detect(path, options.names), options.names, None
+    needs = _ALL_KINDS[kind].needs
+    try:
+        if needs:
+            os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        raise SourceError.at(path, "no such file or folder; check the path") from None
+    if "archive" in needs and (archive := _archive_format(path)):
+        opened = open_zip(path) if archive == "zip" else open_tar(path, scratch)
+        if archive == "tar" and kind == "folder" and is_webdataset(opened[1]):
+            kind = "webdataset"
+    elif needs and ("folder" if path.is_dir() else "file") not in needs:
+        parameter, found = f"source_kind={kind!r}", "a folder" if path.is_dir() else "this file"
+        raise SourceError.at(path, f"{parameter} needs a {needs}, not {found}; check the path", parameter)
     _refuse_unused(str(path), kind, options)
+    if opened is not None:
+        return _open_archive(path, opened, kind, options)
     match kind:
         case "webdataset" | "parquet":
             return _open_shards(path, kind, options, scratch)
@@ -157,49 +194,19 @@ def _tables(path: Path, found: Listing, names: NameFilter) -> list[str]:
     ]
 
 
-def _open_dataset(dataset: MapStyleDataset, options: SourceOptions) -> Catalog:
-    where = f"the {type(dataset).__name__}"
-    if options.kind is not None:
-        parameter = f"source_kind={options.kind!r}"
-        raise OptionsError(f"{where}: not a path; leave out {parameter}", parameters=(parameter,))
-    columns = options.columns
-    # Boxes, keypoints and fields are keys of a dataset's samples, so do not refuse these options.
-    others = replace(columns, boxes=(), keypoints=(), box_format=schema.XYXY)
-    unused = replace(options, columns=others, datasets=replace(options.datasets, fields=()))
-    _refuse_unused(where, "dataset", unused)
-    return map_style_catalog(dataset, replace(columns, fields=options.datasets.fields)).filtered(options.names)
-
-
-# The parameters of `convert` that set attributes of `HDF5Datasets` and `ManifestColumns`, by attribute.
-_DATASET_PARAMETERS = {name: name for name in ("images", "labels", "fields", "channel_axis", "value_range")}
-COLUMN_PARAMETERS = {
-    "root": "root", "path": "path_column", "labels": "label_columns", "split": "split_column",
-    "fields": "field_columns", "masks": "mask_columns", "images": "image_columns", "texts": "text_columns",
-    "boxes": "box_columns", "keypoints": "keypoint_columns", "box_format": "box_format",
-}  # fmt: skip
-
-
 def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
     """Raise OptionsError if an option is given that does not apply to this kind of source."""
-    unused = {"manifest": set(), "coco": COLUMN_PARAMETERS.keys() - {"root"}}.get(kind, {*COLUMN_PARAMETERS})
-    if kind in _SHARD_KINDS:
-        unused = {"root", "masks", "images", *(("path",) if kind == "webdataset" else ())}
-    columns = {name: parameter for name, parameter in COLUMN_PARAMETERS.items() if name in unused}
-    for what, values, defaults, parameters in (
-        ("an HDF5 file", options.datasets, HDF5Datasets(), {} if kind == "hdf5" else _DATASET_PARAMETERS),
-        ("a manifest" if kind in _SHARD_KINDS else _TABLES, options.columns, ManifestColumns(), columns),
+    used = _ALL_KINDS[kind].parameters
+    table = "a manifest" if "label_columns" in used else "a source with columns, such as a manifest"
+    for what, values, parameters in (
+        ("an HDF5 file", options.datasets, _DATASET_PARAMETERS),
+        (table, options.columns, COLUMN_PARAMETERS),
     ):
-        given = [parameters[name] for name in parameters if getattr(values, name) != getattr(defaults, name)]
+        changed = [name for name in parameters if getattr(values, name) != getattr(type(values), name)]
+        given = [parameters[name] for name in changed if parameters[name] not in used]
         if given:
             path = None if kind == "dataset" else where
             raise OptionsError(f"{where}: not {what}; leave out {listed(given)}", path=path, parameters=given)
-
-
-def _require_exists(path: Path) -> None:
-    try:
-        os.stat(path)
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        raise SourceError.at(path, "no such file or folder; check the path") from None
 
 
 def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -> Catalog:
@@ -215,12 +222,9 @@ def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -
     return webdataset(shards, (open_tar(one, scratch) for one in shards.paths), options.columns)
 
 
-def _open_archive(path: Path, archive: str, options: SourceOptions, kind: str, scratch: Path) -> Catalog:
-    opened = open_zip(path) if archive == "zip" else open_tar(path, scratch)
-    if archive == "tar" and kind == "folder" and is_webdataset(opened[1]):
-        _refuse_unused(str(path), "webdataset", options)
+def _open_archive(path: Path, opened: tuple[ArchiveFile, Members], kind: str, options: SourceOptions) -> Catalog:
+    if kind == "webdataset":
         return webdataset(Shards(path.parent, [path.name], options.names), [opened], options.columns)
-    _refuse_unused(str(path), kind, options)
     catalog = members_catalog(*opened, options.names, kind)
     has_tables = any(f"{suffix} files" in catalog.ignored for suffix in _TABLE_ENDINGS)
     if has_tables and catalog.labels is None and catalog.kind != "pairs":
