@@ -112,6 +112,11 @@ def test_every_option_of_a_command_has_a_row_and_no_other_has(command: str) -> N
     assert described == options(parsers()[command]) - COMMON
 
 
+def test_every_option_of_a_conversion_is_one_of_the_command() -> None:
+    parameters = {action.dest for action in parsers()["convert"]._actions}
+    assert {field.name for field in fields(choices.ConvertOptions)} <= parameters
+
+
 def test_the_options_of_every_command_are_in_their_section() -> None:
     rows = re.findall(r"^\| `(--[\w-]+)", section(page("cli.md"), "Options of every command"), re.M)
     assert set(rows) == COMMON

@@ -39,11 +39,11 @@ IO = ("auto", "direct", "buffered")
 KEEP = ("jpeg",)
 RESAMPLES = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")
 
-# Options that were added after version 0.1; see `ConvertOptions.content`.
-_LATER = (
-    "compression", "images", "labels", "fields", "channel_axis", "value_range", "val", "keep", "max_side", "quality",
-    "mask_columns", "image_columns", "text_columns", "box_columns", "keypoint_columns", "box_format", "shard_bytes",
-    "val_groups",
+# The options of version 0.1 that affect the file's contents; see `ConvertOptions.content`.
+_OF_VERSION_0_1 = (
+    "source_kind", "include", "exclude", "limit", "path_column", "label_columns", "split_column", "field_columns",
+    "size", "fit", "resample", "draft", "mode", "layout", "order", "seed", "chunk_rows", "chunk_bytes", "max_pixels",
+    "compat",
 )  # fmt: skip
 # Options that cannot be combined with `keep`.
 _OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
@@ -153,8 +153,9 @@ class ConvertOptions:
             ("start_method", START_METHODS),
         ):
             check_choice(name, getattr(self, name), allowed)
-        for name in ("draft", "compat", "strict", "overwrite", "resume", "finish"):
-            object.__setattr__(self, name, *flags(**{name: getattr(self, name)}))
+        for field in dataclasses.fields(self):
+            if isinstance(field.default, bool):
+                object.__setattr__(self, field.name, *flags(**{field.name: getattr(self, field.name)}))
         for name in ("limit", "num_workers", "max_side", "chunk_rows", "chunk_bytes", "shard_bytes"):
             if getattr(self, name) is not None:
                 self._make_int(name, 1, {"num_workers": MAX_WORKERS, "shard_bytes": 2**63 - 1}.get(name))
@@ -253,15 +254,16 @@ class ConvertOptions:
         values = dataclasses.asdict(self)
         for name in ("root", "strict", "num_workers", "start_method", "io", "overwrite", "resume", "part", "finish"):
             del values[name]
-        # Store `source_kind` as "source", as packs and journals of version 0.1 do.
-        values = {"source": values.pop("source_kind"), **values}
         values["compression"] = NONE if self.filter is None else self.filter.name
         # Leave out options of later versions if they have their defaults. So the text stored in packs without these
         # options remains the same.
-        for name in _LATER:
-            if values[name] == getattr(ConvertOptions, name):
-                del values[name]
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        content = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if name in _OF_VERSION_0_1 or value != getattr(ConvertOptions, name)
+        }
+        # Store `source_kind` as "source", as packs and journals of version 0.1 do.
+        return {"source": content.pop("source_kind"), **content}
 
 
 def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> None:

@@ -28,7 +28,8 @@ from h5pack.sources.manifest import ManifestColumns
         *(("io", "mmap"), ("start_method", "thread"), ("source_kind", "zip"), ("limit", 0), ("limit", True)),
         *(("num_workers", -2), ("max_pixels", 0), ("chunk_rows", 0), ("chunk_rows", 2.0), ("chunk_bytes", 0)),
         *(("limit", np.array([3, 4])), ("mode", np.array([3, 4])), ("root", 5), ("max_pixels", None)),
-        *(("compat", "no"), ("overwrite", None), ("resume", 1), ("strict", np.array([True, False]))),
+        *(("compat", None), ("resume", 1), ("strict", np.array([True, False]))),
+        *((field.name, "no") for field in dataclasses.fields(ConvertOptions) if field.type == "bool"),
         *(("size", (0, 4)), ("size", (4,)), ("size", (4, 4, 3)), ("size", (4, -1)), ("size", 0), ("size", 4.5)),
         *(("include", 5), ("fields", [3]), ("label_columns", b"a")),
         *(("seed", -1), ("seed", 2**63), ("num_workers", 10**6), ("shard_bytes", 2**63), ("value_range", (1, 2, 3))),
@@ -126,6 +127,15 @@ def test_every_option_either_changes_content_or_does_not() -> None:
         assert ConvertOptions(**{name: value}).content() == default  # type: ignore[arg-type]
 
 
+def test_the_stored_text_of_the_defaults_is_that_of_version_0_1() -> None:
+    assert json.dumps(ConvertOptions().content()) == (
+        '{"source": null, "include": [], "exclude": [], "limit": null, "path_column": null, "label_columns": [], '
+        '"split_column": null, "field_columns": [], "size": null, "fit": "crop", "resample": "bicubic", '
+        '"draft": false, "mode": "rgb", "layout": "nhwc", "order": "shuffled", "seed": 0, "chunk_rows": null, '
+        '"chunk_bytes": null, "max_pixels": 178956970, "compat": false}'
+    )
+
+
 def test_values_of_numpy_become_those_of_python() -> None:
     val = ConvertOptions(val=np.float32(0.25)).val  # type: ignore[arg-type]
     assert (type(val), val) == (float, 0.25)
@@ -155,12 +165,17 @@ def test_the_source_gets_its_options() -> None:
     given = CONTENT | unset | {"root": "/data", "quality": 90}
     options = ConvertOptions(**given).source_options  # type: ignore[arg-type]
     assert options == SourceOptions(
-        "flat",
-        NameFilter(("*.png",), ("x*",)),
-        ManifestColumns("p", ("a", "b"), "s", ("f",), "/data", ("t",), ("b",), ("k",), "xywh", ("m",), ("i",)),
-        HDF5Datasets("data/x", "", ("age",), "first", (-1.0, 1.0)),
-        5,
-    )
+        kind="flat",
+        names=NameFilter(include=("*.png",), exclude=("x*",)),
+        columns=ManifestColumns(
+            path="p", labels=("a", "b"), split="s", fields=("f",), root="/data", texts=("t",), boxes=("b",),
+            keypoints=("k",), box_format="xywh", masks=("m",), images=("i",),
+        ),
+        datasets=HDF5Datasets(
+            images="data/x", labels="", fields=("age",), channel_axis="first", value_range=(-1.0, 1.0)
+        ),
+        limit=5,
+    )  # fmt: skip
 
 
 def test_numbers_of_bytes() -> None:
