@@ -41,7 +41,8 @@ from h5pack.pack.journal import RowRecord, RowResults
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import make_plan
 from h5pack.pack.writer import TASK_BYTES, Images, RowGroup, WriteJob, WriteTask
-from h5pack.sources.catalog import Catalog, FileReader, NameTable, one_split
+from h5pack.sources.catalog import Catalog, NameTable, one_split
+from h5pack.sources.reader import FileReader
 from h5pack.system.processes import run
 
 HEIGHT, WIDTH = 218, 178

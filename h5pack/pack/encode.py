@@ -37,7 +37,7 @@ from h5pack.pack.options import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
 from h5pack.pack.survey import SurveyTask, again_task, first_changed_of, memory_error
 from h5pack.pack.writer import Image, Images, join_groups, read_image, release, worker_for
-from h5pack.sources.catalog import SourceReader
+from h5pack.sources.reader import SourceReader
 from h5pack.system.files import write_all
 from h5pack.system.processes import run, shared
 from h5pack.system.text import one_of

@@ -23,7 +23,7 @@ from h5pack.pack.kept import KeptPlan
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
 from h5pack.pack.writer import Images, SampleDecoder
-from h5pack.sources.catalog import SourceReader
+from h5pack.sources.reader import SourceReader
 from h5pack.system.arrays import equal_runs, shuffled
 from h5pack.system.processes import run, shared
 from h5pack.system.text import one_of

@@ -23,8 +23,9 @@ from h5pack.pack.journal import EncodedFile
 from h5pack.pack.options import FITS, ConvertOptions, refuse_reject
 from h5pack.pack.survey import Survey
 from h5pack.read.hdf5 import utf8
-from h5pack.sources.catalog import MISSING_FILE_REASONS, Catalog, Note, Reject
+from h5pack.sources.catalog import Catalog, Note, Reject
 from h5pack.sources.map_style import with_labels
+from h5pack.sources.reader import MISSING_FILE_REASONS
 from h5pack.sources.validation import divide
 from h5pack.system.arrays import limited_stops, shuffled_split
 from h5pack.system.files import absolute_path
@@ -411,9 +412,7 @@ def plan_rows(source: str, catalog: Catalog, survey: Survey, options: ConvertOpt
     rejects += [catalog.reject(index, reason) for index, reason in sorted(survey.reasons.items())]
     if options.strict and rejects:
         refuse_reject(source, rejects[0], options, begun=False)
-    is_usable = np.ones(len(catalog), np.bool_)
-    is_usable[[*survey.reasons]] = False
-    usable = np.flatnonzero(is_usable)
+    usable = np.delete(np.arange(len(catalog)), [*survey.reasons])
     if not len(usable):
         advice = "check the source"
         if catalog.kind == "manifest" and rejects[0].reason in MISSING_FILE_REASONS:

@@ -31,18 +31,17 @@ from h5pack.images.masks import naming_mask, require_size
 from h5pack.pack.journal import SurveyJournal
 from h5pack.pack.options import ConvertOptions
 from h5pack.read.encoded import row_decoder
-from h5pack.sources.catalog import (
+from h5pack.sources.catalog import Catalog, Note
+from h5pack.sources.map_style import with_fields
+from h5pack.sources.reader import (
     MISSING_FILE_REASONS,
     RUN_AGAIN,
     START_OVER,
     STORAGE_ADVICE,
-    Catalog,
-    Note,
     SourceReader,
     SurveyedImage,
     fingerprint,
 )
-from h5pack.sources.map_style import with_fields
 from h5pack.system.processes import ElasticExecutor, run, shared
 from h5pack.system.text import counted, one_of
 

@@ -33,7 +33,7 @@ from h5pack.pack.journal import WRITTEN, EncodedFile, JournalWriter, RowRecord, 
 from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_range
 from h5pack.pack.survey import HDF5_ERRORS, memory_error, storage_error
-from h5pack.sources.catalog import RUN_AGAIN, START_OVER, SourceReader
+from h5pack.sources.reader import RUN_AGAIN, START_OVER, SourceReader
 from h5pack.system.processes import shared
 
 # Limits in bytes of a task's rows, and of the image files they come from. Tasks are large, because after each task a

@@ -27,18 +27,10 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
 from h5pack.read.storage import Descriptor, FileIdentity
-from h5pack.sources.catalog import (
-    STORAGE_ADVICE,
-    Catalog,
-    NameFilter,
-    Note,
-    Reject,
-    SourceReader,
-    SurveyedImage,
-    named_fingerprint,
-)
+from h5pack.sources.catalog import Catalog, NameFilter, Note, Reject
 from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names
 from h5pack.sources.pairs import pairs
+from h5pack.sources.reader import STORAGE_ADVICE, SourceReader, SurveyedImage, named_fingerprint
 from h5pack.system.files import absolute_path, read_all
 from h5pack.system.text import format_bytes
 

@@ -9,8 +9,9 @@ import numpy.typing as npt
 
 from h5pack.errors import SourceError
 from h5pack.format.fields import FieldValues
-from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Reject, one_split
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Reject, one_split
 from h5pack.sources.folders import walk
+from h5pack.sources.reader import FileReader
 from h5pack.sources.text_tables import TextTable, binary_table, integers, read_delimited, rectangular, text_lines
 
 _IMAGES = "img_align_celeba"

@@ -19,8 +19,9 @@ from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.images.decode import MAX_SIDE
-from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Note, unused_note
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, unused_note
 from h5pack.sources.folders import is_split_name, split_order
+from h5pack.sources.reader import FileReader
 from h5pack.system.parameters import is_path
 from h5pack.system.text import counted
 

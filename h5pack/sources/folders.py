@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from h5pack.errors import NoImagesError, SourceError
 from h5pack.format import schema
-from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, Note, one_split
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, one_split
+from h5pack.sources.reader import FileReader
 from h5pack.system.text import first_names
 
 

@@ -18,7 +18,7 @@ from h5pack.images.masks import narrow_mask, read_mask
 from h5pack.read.description import FileDescription
 from h5pack.read.engine import Engine
 from h5pack.read.storage import SourceFile
-from h5pack.sources.catalog import SourceReader, SurveyedImage, fingerprint
+from h5pack.sources.reader import SourceReader, SurveyedImage, fingerprint
 
 CHANNEL_AXES = ("last", "first", "none")
 _BATCH_BYTES = 16 * 1024 * 1024

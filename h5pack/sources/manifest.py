@@ -21,7 +21,6 @@ from h5pack.format.fields import FieldValueError, FieldValues, parse_ragged, par
 from h5pack.sources.catalog import (
     IMAGE_SUFFIXES,
     Catalog,
-    FileReader,
     NameFilter,
     NameTable,
     Note,
@@ -30,6 +29,7 @@ from h5pack.sources.catalog import (
     unused_note,
 )
 from h5pack.sources.folders import numbered_splits, walk
+from h5pack.sources.reader import FileReader
 from h5pack.sources.text_tables import (
     TextTable,
     binary_table,

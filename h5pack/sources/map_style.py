@@ -27,23 +27,12 @@ from h5pack.format.fields import (
 from h5pack.images.decode import eight_bits
 from h5pack.images.headers import DecodePath, ImageHeader
 from h5pack.images.masks import mask_numbers, narrow_mask
-from h5pack.sources.catalog import (
-    Catalog,
-    NameTable,
-    Note,
-    PixelField,
-    SourceReader,
-    SurveyedImage,
-    fingerprint,
-    one_split,
-    sample_name,
-    split_ids,
-    unused_note,
-)
+from h5pack.sources.catalog import Catalog, NameTable, Note, PixelField, one_split, sample_name, split_ids, unused_note
 from h5pack.sources.folders import numbered_splits
 from h5pack.sources.hdf5_catalog import channel_axes
 from h5pack.sources.hdf5_rows import PixelForm
 from h5pack.sources.manifest import ManifestColumns
+from h5pack.sources.reader import SourceReader, SurveyedImage, fingerprint
 from h5pack.system.text import error_line, short_repr
 
 IMAGE, LABEL = "image", "label"

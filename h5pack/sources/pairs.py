@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.format.fields import is_field_name, require_field_names
-from h5pack.sources.catalog import Catalog, FileReader, NameFilter, NameTable, PixelField, Reject, one_split
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, PixelField, Reject, one_split
 from h5pack.sources.folders import (
     IMAGE_FOLDERS,
     TARGET_FOLDERS,
@@ -23,6 +23,7 @@ from h5pack.sources.folders import (
     only_folder,
     split_and_role,
 )
+from h5pack.sources.reader import FileReader
 
 
 def pairs(found: Listing, wanted: NameFilter) -> Catalog:

@@ -20,8 +20,9 @@ import numpy.typing as npt
 from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
 from h5pack.sources.archives import ArchiveFile
-from h5pack.sources.catalog import Catalog, NameTable, SourceReader, SurveyedImage, named_fingerprint
+from h5pack.sources.catalog import Catalog, NameTable
 from h5pack.sources.manifest import IMAGE_COLUMNS, ManifestColumns, label_columns, with_columns
+from h5pack.sources.reader import SourceReader, SurveyedImage, named_fingerprint
 from h5pack.sources.shards import Shards
 from h5pack.sources.text_tables import TextTable
 from h5pack.system.machine import available_memory

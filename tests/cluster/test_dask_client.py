@@ -33,8 +33,8 @@ from h5pack.cluster.dask_client import Expectations, problems
 from h5pack.errors import NoSpaceError, OptionsError, WorkerError
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.survey import survey
-from h5pack.sources.catalog import FileReader
 from h5pack.sources.detect import open_source
+from h5pack.sources.reader import FileReader
 from h5pack.system.processes import ElasticExecutor, SerialExecutor, using_shared
 from tests.cluster.datasets import Deadly, Held, Pictures
 from tests.crashing import leftovers, wait_for

@@ -48,8 +48,8 @@ from h5pack.pack.output import Output, OutputLock, OwnerFile, PartFile, _process
 from h5pack.pack.survey import survey
 from h5pack.pack.writer import SampleDecoder
 from h5pack.sources.archives import ArchiveReader
-from h5pack.sources.catalog import FileReader
 from h5pack.sources.map_style import MapStyleReader
+from h5pack.sources.reader import FileReader
 from h5pack.system.processes import SerialExecutor, run
 from tests.cluster.datasets import Pictures
 from tests.cluster.test_dask_client import archive, compressed, folder, hdf5, kept_files, masks
@@ -759,7 +759,7 @@ def test_the_advice_about_a_damaged_temporary_file_of_an_array_job_can_be_follow
     ("name", "method", "failure"),
     [
         ("folder", "h5pack.images.decode.Decoder.decode", {"side_effect": MemoryError()}),
-        ("kept_files", "h5pack.sources.catalog.FileReader.read", {"return_value": b"another length"}),
+        ("kept_files", "h5pack.sources.reader.FileReader.read", {"return_value": b"another length"}),
         ("hdf5", "h5pack.read.engine.Engine.read", {"side_effect": PackChangedError("replaced")}),
     ],
 )

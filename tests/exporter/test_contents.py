@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 from h5pack.exporter.contents import ExportNames, Manifest, NameRules, name_files, plan_manifest
 from h5pack.exporter.image_files import SourceRows
-from h5pack.sources.catalog import Catalog, NameFilter, NameTable, PixelField, SourceReader
+from h5pack.sources.catalog import Catalog, NameFilter, NameTable, PixelField
 from h5pack.sources.manifest import ManifestColumns, manifest
+from h5pack.sources.reader import SourceReader
 
 PNG = NameRules((".png",))
 

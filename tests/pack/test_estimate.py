@@ -13,7 +13,7 @@ from h5pack.errors import SourceError
 from h5pack.pack import estimate
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.estimate import _samples, estimate_seconds
-from h5pack.sources.catalog import FileReader
+from h5pack.sources.reader import FileReader
 from tests.makers import flat_folder, hdf5_file, pixels, quick, truncate
 
 
@@ -50,7 +50,7 @@ def test_images_are_sampled_in_workers_without_writing(
 @pytest.mark.parametrize("settings", [{}, {"keep": "jpeg"}, {"keep": "jpeg", "max_side": 16}], ids=str)
 @pytest.mark.parametrize(
     ("target", "error"),
-    [("images.decode.Decoder.decode", MemoryError()), ("sources.catalog.FileReader.read", OSError(5, "I/O error"))],
+    [("images.decode.Decoder.decode", MemoryError()), ("sources.reader.FileReader.read", OSError(5, "I/O error"))],
 )
 def test_an_image_that_cannot_be_read_or_decoded_is_named_when_it_is_written(
     tmp_path: Path, settings: dict[str, Any], target: str, error: Exception, monkeypatch: pytest.MonkeyPatch

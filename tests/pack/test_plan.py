@@ -14,7 +14,8 @@ from h5pack.images.decode import PixelOptions
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import ConvertPlan, make_plan, order_rows
 from h5pack.pack.survey import Survey
-from h5pack.sources.catalog import Catalog, FileReader, NameTable, Note, Reject, unused_note
+from h5pack.sources.catalog import Catalog, NameTable, Note, Reject, unused_note
+from h5pack.sources.reader import FileReader
 
 COUNT = 20
 

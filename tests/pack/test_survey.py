@@ -18,8 +18,9 @@ from h5pack.errors import SourceError
 from h5pack.images.headers import DecodePath
 from h5pack.pack.options import MAX_PIXELS, ConvertOptions
 from h5pack.pack.survey import Survey, survey
-from h5pack.sources.catalog import Catalog, FileReader, NameTable, one_split
+from h5pack.sources.catalog import Catalog, NameTable, one_split
 from h5pack.sources.map_style import map_style_catalog
+from h5pack.sources.reader import FileReader
 from h5pack.system.processes import open_executor
 from tests.makers import flat_folder, pixels, save
 

@@ -28,7 +28,7 @@ from h5pack.pack import journal
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.journal import SurveyJournal
 from h5pack.pack.survey import Survey
-from h5pack.sources.catalog import FileReader
+from h5pack.sources.reader import FileReader
 from h5pack.sources.tables import TableReader
 from tests.crashing import convert_in_child, effective_steps, files_of, interrupt, leftovers, wait_for
 from tests.makers import expected, flat_folder, pair_folders, quick, save
@@ -403,7 +403,7 @@ COMMAND = """
 import os, sys, time
 from h5pack import cli
 from h5pack.pack import journal
-from h5pack.sources.catalog import FileReader
+from h5pack.sources.reader import FileReader
 journal._SURVEY_SECONDS = 0.0
 survey = FileReader.survey
 def slow(self, index, name, max_pixels):

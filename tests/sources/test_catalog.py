@@ -15,7 +15,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from h5pack.errors import RejectedImageError, SourceError
-from h5pack.sources.catalog import Catalog, FileReader, NameTable, Reject, one_split
+from h5pack.sources.catalog import Catalog, NameTable, Reject, one_split
+from h5pack.sources.reader import FileReader
 
 NAMES = st.binary(min_size=1, max_size=12).map(lambda data: os.fsdecode(data.replace(b"\0", b"0")))
 
