@@ -370,7 +370,7 @@ class _Packer:
             options = {**self._options(), **changes, **self._workers}
             try:
                 with Conversion(self._source, path, limit=limit, **options) as conversion:
-                    conversion.catalog = self._catalog.limited(limit)  # List the images only once.
+                    conversion.catalog = self._catalog.evenly_spaced(limit)  # List the images only once.
                     return conversion.run()
             except SizesDifferError:
                 if self.options.get("size") is not None:

@@ -83,7 +83,7 @@ class Combination:
         first = self.parts[0]
         if first.is_encoded:
             return ()
-        indexes = [first.engine.indexes[dataset] for dataset in first.reader.masks]
+        indexes = [first.engine.indexes[dataset] for dataset in first.reader.pixel_fields]
         return tuple(
             PixelRows(one.name, one.kind, index.row_shape, index.native_dtype.str)
             for one, index in zip(first.catalog.pixel_fields, indexes, strict=True)

@@ -69,12 +69,12 @@ class Part:
     @property
     def pixel_datasets(self) -> tuple[str, ...]:
         """Paths of the datasets of images, masks and further images, in the order of the catalog's fields."""
-        return self.reader.images, *self.reader.masks
+        return self.reader.images, *self.reader.pixel_fields
 
     @property
     def pixel_dtypes(self) -> list[np.dtype[Any]]:
         """Dtypes of the fields of masks and of further images."""
-        return [self.engine.indexes[dataset].native_dtype for dataset in self.reader.masks]
+        return [self.engine.indexes[dataset].native_dtype for dataset in self.reader.pixel_fields]
 
     @property
     def index(self) -> ChunkIndex:

@@ -79,7 +79,7 @@ def open_rows(
     if splits:
         catalog = _only_splits(catalog, splits)
     if limit is not None:
-        catalog = catalog.limited(limit)
+        catalog = catalog.evenly_spaced(limit)
     if not len(catalog):
         where = f" in its splits {', '.join(map(repr, splits))}" if splits else ""
         raise NoImagesError.at(path, f"no rows{where}; run 'h5pack info' to list the file's contents")
@@ -189,7 +189,7 @@ def export_rows(task: ExportTask) -> ExportResults:
     """Write, keep or check the files of a task (see `_store`), in a worker process."""
     work: ExportWork = shared()
     results = ExportResults(len(task.paths))
-    work.reader.begin(task.indices.tolist())
+    work.reader.announce(task.indices.tolist())
     with strict_pillow():
         decoder = RowDecoder(quiet=True) if work.reader.form is None else None
         for index, names in zip(task.indices.tolist(), task.paths, strict=True):

@@ -262,14 +262,14 @@ def _read(
 ) -> tuple[dict[int, Image.Image], dict[int, RejectedImageError]]:
     """Read and scale the images; return the pictures by row, and the errors of rows that cannot be shown."""
     reader, pictures, errors = source.reader, {}, {}
-    reader.begin(list(index_of.values()))
+    reader.announce(list(index_of.values()))
     with strict_pillow():
         decoder = RowDecoder(quiet=True)
         for row, index in index_of.items():
             try:
                 data = reader.read(index, "")
                 picture = scaled(data if isinstance(data, np.ndarray) else decoder.pixels(data), tile)
-                masks = [reader.read_field(number, index, "") for number in range(len(reader.masks))]
+                masks = [reader.read_field(number, index, "") for number in range(len(reader.pixel_fields))]
                 pictures[row] = _beside(picture, masks)
                 # All cells of the sheet have at least the size of this picture.
                 _require_size(len(index_of) * pictures[row].width, pictures[row].height, file_format="PNG")

@@ -118,7 +118,7 @@ def encode_task(task: EncodeTask) -> tuple[str, EncodedRecord]:
     """Encode a task's images into this worker's temporary file; return the file's path and the journaled record."""
     worker = worker_for(task.job, _EncodeWorker)
     reader = shared()
-    reader.begin(task.images.indices)
+    reader.announce(task.images.indices)
     rows, reasons, parts = [], {}, []
     offset = worker.size
     with strict_pillow():

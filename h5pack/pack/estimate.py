@@ -102,7 +102,7 @@ def _copy_seconds(plan: KeptPlan, num_workers: int) -> float:
     encoder = JpegEncoder(plan.options.max_side, plan.options.quality, plan.options.max_pixels)
     sampled = len(sampled_rows(*statistics_range(plan, plan.row_order), encoded=True))
     seconds = 0.0
-    plan.catalog.reader.begin(origins)
+    plan.catalog.reader.announce(origins)
     with strict_pillow():
         for index in origins:
             begin = time.perf_counter()
@@ -161,7 +161,7 @@ def _time_sample(task: _SampleTask) -> tuple[bool, float, float]:
     images: npt.NDArray[np.uint8] = np.zeros((count, *task.pixels.row_shape), np.uint8)
     fields = [np.zeros((count, *one.row_shape), one.dtype) for one in task.fields]
     begin, begin_busy = time.perf_counter(), time.thread_time()
-    reader.begin(task.images.indices)
+    reader.announce(task.images.indices)
     with strict_pillow():
         for position, image in enumerate(task.images):
             row, others = images[position], [some[position] for some in fields]

@@ -289,7 +289,7 @@ def _write_groups(worker: _Worker, task: WriteTask) -> list[RowRecord]:
     previous: list[RowBuffer] = []
     row_bytes = math.prod(task.job.pixels.row_shape)
     if not task.job.keep:
-        shared().begin([index for group in task.groups for index in group.images.indices])
+        shared().announce([index for group in task.groups for index in group.images.indices])
     with strict_pillow():
         for group in task.groups:
             if task.job.keep:

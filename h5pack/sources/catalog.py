@@ -162,7 +162,7 @@ class Reject:
 
 
 class Note(NamedTuple):
-    """A remark in the plan of a conversion, such as which columns are not packed."""
+    """A remark, such as which columns are not packed, in the plan of a conversion and in `ConvertReport.notes`."""
 
     text: str
     parameters: tuple[str, ...] = ()  # the parameters that occur in the text
@@ -243,7 +243,7 @@ class Catalog:
         ignored = Counter(self.ignored) + Counter(refusal for refusal in refusals if refusal is not None)
         return self if len(kept) == len(self) else replace(self.take(np.array(kept, np.int64)), ignored=dict(ignored))
 
-    def limited(self, limit: int) -> Catalog:
+    def evenly_spaced(self, limit: int) -> Catalog:
         """Return a catalog of at most `limit` evenly spaced images. If images are left out, all rejects are, too."""
         if len(self) <= limit:
             return self

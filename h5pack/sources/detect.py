@@ -129,7 +129,7 @@ def open_source(
             path=path,
             parameters=("include", "exclude"),
         )
-    return catalog if options.limit is None else catalog.limited(options.limit)
+    return catalog if options.limit is None else catalog.evenly_spaced(options.limit)
 
 
 def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:

@@ -101,9 +101,9 @@ class HDF5RowReader(SourceReader):
         self.index = pack.indexes[self.images]
         self.has_checksums = schema.checksums_path(self.images) in pack.indexes
         self.kinds = kinds or {}
-        self.masks = tuple(self.kinds)
+        self.pixel_fields = tuple(self.kinds)  # the datasets of `Catalog.pixel_fields`
         if form is not None:
-            self.row_bytes = sum(pack.indexes[name].row_bytes for name in (self.images, *self.masks))
+            self.row_bytes = sum(pack.indexes[name].row_bytes for name in (self.images, *self.pixel_fields))
         # Do not warn that a dataset of encoded images is slow to read, because this conversion is the remedy.
         self.engine = Engine(pack.path, pack.identity, pack.indexes, warn=form is not None)
         # The row of each image; None means that image i is row i.
@@ -130,7 +130,7 @@ class HDF5RowReader(SourceReader):
         decoded += [index for index in masks if not index.raw and not index.is_encoded]
         return decoded[0].groups_of(self._rows(indices)) if decoded else None
 
-    def begin(self, indices: Sequence[int]) -> None:
+    def announce(self, indices: Sequence[int]) -> None:
         self._coming, self._next = list(indices), 0
         self._batch_rows = max(1, _BATCH_BYTES // max(1, self.index.row_bytes))
         if self.form is not None and not self.index.raw:
@@ -153,7 +153,7 @@ class HDF5RowReader(SourceReader):
 
     def read_field(self, number: int, index: int, name: str) -> npt.NDArray[Any]:
         """Return a mask, uint8 or int32 (h, w), or a further image, uint8 (h, w, 1 or 3)."""
-        dataset = self.masks[number]
+        dataset = self.pixel_fields[number]
         dtype = self.engine.indexes[dataset].native_dtype
         if self.engine.indexes[dataset].is_encoded:
             return read_mask(self.encoded(index, dataset), dtype)
@@ -184,8 +184,8 @@ class HDF5RowReader(SourceReader):
         return fingerprints
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        # Check one encoded image: its fingerprint includes the sizes and times of files. Arrays are never surveyed.
-        return indices[: self.form is None]
+        # One encoded image is enough, because its fingerprint includes the sizes and times of the files.
+        return super().changing(indices)[:1]
 
     def encoded(self, index: int, dataset: str | None = None) -> bytes:
         """Return the bytes of an encoded image or mask; raise RejectedImageError if its row is empty or unreadable."""

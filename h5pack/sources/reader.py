@@ -40,7 +40,7 @@ class SurveyedImage(NamedTuple):
 class SourceReader:
     """Base class of readers, which fetch the images of a source. Worker processes get a pickled or forked copy."""
 
-    row_bytes = 0  # of an image that `begin` announced, with its masks, in memory; 0 if unknown
+    row_bytes = 0  # of an image that `announce` named, with its masks, in memory; 0 if unknown
     has_labels = False  # whether `survey` returns labels and fields; if true, the catalog has none before the survey
 
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
@@ -80,23 +80,29 @@ class SourceReader:
         return (data[:3], data[-2:], len(data)) if isinstance(data, bytes) else (b"", b"", 0)
 
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the images to survey again, to find out whether any image at `indices` has changed. Default: all."""
-        return indices
+        """Return the images to survey again, to find out whether any image at `indices` has changed.
+
+        Default: all; of arrays, which are never surveyed, none.
+        """
+        return indices if self.uniform_size() is None else indices[:0]
 
     def uniform_size(self) -> tuple[int, int] | None:
-        """Return (height, width) if all images are arrays of the same size, so that no survey is needed; else None."""
+        """Return (height, width) if all images are arrays of the same size; else None.
+
+        Then no survey is needed. `fingerprints` and, for masks or further images, `uniform_mask_dtypes` replace it.
+        """
         return None
 
     def fingerprints(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-        """Return the fingerprints of images, uint64 (n,). Call only if `uniform_size` is not None."""
+        """Return the fingerprints of images, uint64 (n,); see `uniform_size`."""
         raise NotImplementedError
 
     def uniform_mask_dtypes(self) -> list[str]:
-        """Return the dtype, e.g. "|u1", of each of `Catalog.pixel_fields`. Call only if `uniform_size` is not None."""
+        """Return the dtype, e.g. "|u1", of each of `Catalog.pixel_fields`; see `uniform_size`."""
         return []
 
-    def begin(self, indices: Sequence[int]) -> None:
-        """Announce the images that will be read next, in this order, so that the reader can prefetch them."""
+    def announce(self, indices: Sequence[int]) -> None:
+        """Name the images that will be read next, in this order, so that the reader can prefetch them."""
 
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         """Return a group number per image, int64 (n,), if images of a group are faster to read together; else None."""

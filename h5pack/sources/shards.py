@@ -98,12 +98,14 @@ def shards_kind(path: Path, wanted: NameFilter) -> str:
             for entry in entries:
                 relative = f"{folder}/{entry.name}" if folder else entry.name
                 if is_folder(entry):
-                    if is_visible(entry.name) and entry.is_symlink():
-                        # Do not follow the link, because it may lead to a folder above. It may also lead to images.
-                        return ""
-                    folders += [relative] * is_visible(entry.name)
+                    if is_visible(entry.name):
+                        if entry.is_symlink():
+                            # Do not follow the link, which may lead to a folder above. It may also lead to images.
+                            return ""
+                        folders.append(relative)
                 elif _kind_of([entry.name]):
-                    found += [relative] * (is_visible(entry.name) and not_excluded.allows(relative))
+                    if is_visible(entry.name) and not_excluded.allows(relative):
+                        found.append(relative)
                 elif wanted.refusal(relative) is None:
                     return ""
     return _kind_of([name for name in found if wanted.include and wanted.allows(name)] or found)

@@ -45,7 +45,7 @@ class TableReader(SourceReader):
     rows: npt.NDArray[np.int64]
     # The images of the row groups in memory, by file and row group.
     _loaded: dict[tuple[int, int], Any] = field(default_factory=dict, init=False)
-    # The row groups that `begin` announced last, which stay in memory.
+    # The row groups that `announce` named last, which stay in memory.
     _kept: set[tuple[int, int]] = field(default_factory=set, init=False)
     _table: tuple[int, _Table] | None = field(default=None, init=False)  # number and content of the file opened last
 
@@ -63,7 +63,7 @@ class TableReader(SourceReader):
         numbers: npt.NDArray[np.int64] = np.unique(parts, axis=0, return_inverse=True)[1]
         return numbers.reshape(-1).astype(np.int64)
 
-    def begin(self, indices: Sequence[int]) -> None:
+    def announce(self, indices: Sequence[int]) -> None:
         self._kept = {(file, row_group) for file, row_group, _ in self.rows[np.array(indices, np.int64)].tolist()}
 
     def read(self, index: int, name: str) -> bytes:

@@ -96,7 +96,9 @@ def read_delimited(path: Path) -> TextTable:
     """
     texts = list(text_lines(path, newline=""))
     first = texts[0] if texts else ""
-    delimiter = "\t" if path.suffix.lower() in (".tsv", ".tab") else ";" if ";" in first and "," not in first else ","
+    delimiter = ";" if ";" in first and "," not in first else ","
+    if path.suffix.lower() in (".tsv", ".tab"):
+        delimiter = "\t"
     lines = _read_cells(path, texts, delimiter)
     if not lines or not "".join(lines[0][1]).strip():
         raise SourceError.at(path, "its first line is empty; it must name the columns")

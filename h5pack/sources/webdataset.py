@@ -66,9 +66,10 @@ def webdataset(shards: Shards, opened: Iterable[tuple[ArchiveFile, Members]], co
     like columns of a manifest, and a ``.txt`` member like a column "txt".
     """
     named = columns.named
+    tables = (_JSON, _TEXT) if _TEXT in named else (_JSON,)
     samples = _Samples(frozenset(name.lower() for name in (*named, *LABEL_COLUMNS, *SPLIT_COLUMNS)))
     for (file, members), prefix in zip(opened, shards.prefixes, strict=True):
-        _add_shard(samples, file, members, prefix, shards.wanted, (_JSON,) * bool(named) + (_TEXT,) * (_TEXT in named))
+        _add_shard(samples, file, members, prefix, shards.wanted, tables if named else ())
         file.close()
     catalog = Catalog(
         "webdataset",

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from h5pack.errors import RejectedImageError, SourceError
 from h5pack.sources.catalog import Catalog, NameTable, Reject, one_split
-from h5pack.sources.reader import FileReader
+from h5pack.sources.reader import FileReader, SourceReader
 
 NAMES = st.binary(min_size=1, max_size=12).map(lambda data: os.fsdecode(data.replace(b"\0", b"0")))
 
@@ -58,7 +58,7 @@ def test_a_name_table_gives_back_every_name(names: list[str]) -> None:
 @settings(max_examples=33, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_a_limit_takes_evenly_spaced_images_in_order(count: int, limit: int) -> None:
-    kept = [int(name[:-4]) for name in catalog(count).limited(limit).names]
+    kept = [int(name[:-4]) for name in catalog(count).evenly_spaced(limit).names]
     assert len(kept) == min(count, limit)
     assert kept[0] == 0
     gaps = set(np.diff(kept).tolist())
@@ -69,8 +69,8 @@ def test_a_limit_takes_evenly_spaced_images_in_order(count: int, limit: int) -> 
 
 def test_only_a_limit_that_leaves_images_out_leaves_rejects_out() -> None:
     images = catalog(5, rejects=(Reject("x", "y"),))
-    assert images.limited(4).rejects == ()
-    assert all(images.limited(limit) is images for limit in (5, 6, 2**62, 2**80))
+    assert images.evenly_spaced(4).rejects == ()
+    assert all(images.evenly_spaced(limit) is images for limit in (5, 6, 2**62, 2**80))
 
 
 def test_taking_keeps_rows_together() -> None:
@@ -127,3 +127,12 @@ def test_missing_files_differ_from_failing_storage(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(os, "open", Mock(side_effect=error))
         with pytest.raises(SourceError):
             reader.survey(0, "file", 100)
+
+
+def test_arrays_of_one_size_are_never_surveyed_again() -> None:
+    class Arrays(SourceReader):
+        def uniform_size(self) -> tuple[int, int] | None:
+            return 3, 4
+
+    assert SourceReader().changing(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
+    assert Arrays().changing(np.arange(5)).tolist() == []

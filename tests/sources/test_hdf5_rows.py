@@ -102,7 +102,7 @@ def test_reading_ahead_is_exact(file: Path, coming: list[int], others: list[int]
     made = reader(file, name)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hdf5_rows, "_BATCH_BYTES", batch_bytes)
-        made.begin(coming)
+        made.announce(coming)
         for place, index in enumerate(coming):
             assert np.array_equal(made.read(index, ""), expected[index])  # type: ignore[arg-type]
             # Other rows may be requested in between.
@@ -118,7 +118,7 @@ def test_a_group_is_decoded_once(file: Path, capacity: int | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # Two rows a batch, and still the chunk is read once.
         patch.setattr(hdf5_rows, "_BATCH_BYTES", 1_200)
-        made.begin(range(7))
+        made.announce(range(7))
         for index in range(7):
             made.read(index, "")
     with h5py.File(file) as opened:
@@ -135,11 +135,11 @@ def test_the_chunks_of_announced_rows_are_decoded_once_if_the_cache_cannot_keep_
     rows = np.random.default_rng(0).permutation(40).tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hdf5_rows, "_BATCH_BYTES", 10 * made.index.row_bytes)
-        made.begin(rows)
+        made.announce(rows)
         assert np.array_equal([made.read(row, "") for row in rows], expected[rows])
         assert made.engine.snapshot().bytes_read == sum(sizes)
         patch.setattr(hdf5_rows, "_HELD_BYTES", 39 * made.index.row_bytes)
-        made.begin(rows)
+        made.announce(rows)
         made.read(rows[0], "")
         assert len(made._loaded) == 9
 
@@ -178,7 +178,7 @@ def test_a_reader_of_some_images_renumbers_them(file: Path) -> None:
         assert np.array_equal([reading.read(0, ""), reading.read(1, "")], expected[[8, 30]])
     assert some.groups(np.array([0, 1])).tolist() == [1, 4]  # type: ignore[union-attr]
     whole = reader(file, "gzip")
-    whole.begin(range(4))
+    whole.announce(range(4))
     whole.read(0, "")
     taken = whole.take(np.array([30, 31, 32]))
     assert np.array_equal([taken.read(index, "") for index in range(3)], expected[30:33])
@@ -197,7 +197,7 @@ def test_damage_rejects_only_the_rows_of_its_chunk(tmp_path: Path, name: str) ->
         stream.seek(info.byte_offset + 20)
         stream.write(bytes(40))
     found = reader(tmp_path / "f.h5", name)
-    found.begin(range(20))
+    found.announce(range(20))
     for index in range(20):
         if 5 <= index < 10:
             with pytest.raises(RejectedImageError):

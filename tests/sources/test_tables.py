@@ -322,12 +322,12 @@ def test_an_interrupted_conversion_of_a_parquet_file_resumes(tmp_path: Path, mon
     path = write(tmp_path / "x.parquet", table(range(24)))
     settings = quick(chunk_rows=2)
     h5pack.convert(path, tmp_path / "whole.h5", **settings)
-    begin, calls = tables.TableReader.begin, itertools.count()
+    announce, calls = tables.TableReader.announce, itertools.count()
 
     def failing(*arguments: Any) -> None:
-        begin(*arguments) if next(calls) < 2 else interrupt()
+        announce(*arguments) if next(calls) < 2 else interrupt()
 
-    monkeypatch.setattr(tables.TableReader, "begin", failing)
+    monkeypatch.setattr(tables.TableReader, "announce", failing)
     with pytest.raises(KeyboardInterrupt):
         h5pack.convert(path, tmp_path / "o.h5", **settings)
     monkeypatch.undo()
@@ -347,7 +347,7 @@ def test_each_row_group_is_read_once_for_announced_rows(tmp_path: Path, monkeypa
     load = tables.TableReader._load
     monkeypatch.setattr(tables.TableReader, "_load", lambda self, *key: loads.append(key) or load(self, *key))
     announced = [0, 19, 1, 18, 5, 2]
-    reader.begin(announced)
+    reader.announce(announced)
     assert [reader.read(index, "") for index in announced] == [png(index) for index in announced]
     assert loads == [(0, 0), (0, 3), (0, 1)]
     monkeypatch.setattr(tables, "_TASK_ROWS", 2)
