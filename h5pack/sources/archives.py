@@ -11,6 +11,7 @@ import io
 import os
 import stat
 import struct
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +32,7 @@ from h5pack.sources.catalog import Catalog, NameFilter, Note, Reject
 from h5pack.sources.folders import arranged, is_split_name, is_visible, list_names
 from h5pack.sources.pairs import pairs
 from h5pack.sources.reader import STORAGE_ADVICE, SourceReader, SurveyedImage, named_fingerprint
-from h5pack.system.files import absolute_path, read_all
+from h5pack.system.files import absolute_path, read_all, reporting_disk_errors, write_all
 from h5pack.system.text import format_bytes
 
 _HEAD_BYTES = 2_048
@@ -39,7 +40,10 @@ _MAX_OPEN_FILES = 64
 _MAX_NAME_BYTES = 4_096
 # A member of a zip file is a bomb if it exceeds both limits: on its size in bytes, and on its expansion by
 # decompression. The second limit alone is too strict, because harmless blank bitmaps expand up to 1,032 times.
-_BOMB_BYTES, BOMB_RATIO = 64 * 1024 * 1024, 100
+_BOMB_BYTES, _BOMB_RATIO = 64 * 1024 * 1024, 100
+# A compressed file is a bomb if it expands to over this size and to over `_BOMB_RATIO` times its compressed size.
+_FILE_BOMB_BYTES = 1 << 30
+_COPY_BYTES = 1024 * 1024
 _LOCAL_HEADER, _LOCAL_HEADER_BYTES = b"PK\3\4", 30
 _ZIP_ENCRYPTED_FLAG, _ZIP_UTF8_FLAG, _ZIP_DOS = 0x1, 0x800, 0
 _ZIP_UNICODE_PATH = 0x7075  # extra field: version, CRC-32 of the stored name, name in UTF-8 (Info-ZIP, appnote.iz)
@@ -84,7 +88,7 @@ class ArchiveFile:
         if os.path.exists(path) and not os.path.isfile(path):
             raise SourceError.at(path, "not a regular file; check the path")  # Opening a pipe might block forever.
         self.identity = FileIdentity.of(self.path)
-        self.size = self.identity.size  # in bytes; after `keep_copy`, the size of the decompressed copy
+        self.size = self.identity.size  # in bytes; after `decompress`, the size of the decompressed copy
         self.descriptor: Descriptor | None = None
         # The path in /proc of the decompressed copy, or None. The copy has no name on disk, so it disappears when the
         # process ends.
@@ -100,12 +104,24 @@ class ArchiveFile:
         duplicate = state["descriptor"]
         self.__dict__.update(state, descriptor=None if duplicate is None else Descriptor(duplicate.detach()))
 
-    def keep_copy(self, descriptor: int) -> None:
-        """Read from the decompressed copy in the open file `descriptor` from now on. Duplicate the descriptor."""
-        self.require_unchanged()
-        self.descriptor = Descriptor(os.dup(descriptor))
-        self.size = os.fstat(descriptor).st_size
-        self.copy_path = f"/proc/{os.getpid()}/fd/{int(self.descriptor)}"
+    def decompress(self, stream: BinaryIO, folder: Path) -> None:
+        """Copy `stream`, this file decompressed, into an unnamed file in `folder`, and read from that from now on."""
+        position = 0
+        advice = "make room there, or decompress the archive yourself and pack the result"
+        with stream, tempfile.TemporaryFile(dir=folder) as target, reporting_disk_errors(folder, advice):
+            while True:
+                with self.parsing("cannot be decompressed"):
+                    data = stream.read(_COPY_BYTES)
+                if not data:
+                    break
+                if position > max(_FILE_BOMB_BYTES, _BOMB_RATIO * self.size):
+                    problem = f"expands to over {_BOMB_RATIO} times its size; if it is not a decompression bomb, "
+                    raise SourceError.at(self.path, problem + "decompress it yourself and pack the result")
+                write_all(target.fileno(), data, position)
+                position += len(data)
+            self.require_unchanged()
+            self.descriptor = Descriptor(os.dup(target.fileno()))
+        self.size, self.copy_path = position, f"/proc/{os.getpid()}/fd/{int(self.descriptor)}"
 
     def open(self) -> int:
         """Return the file's descriptor; open it if necessary."""
@@ -315,9 +331,9 @@ class ArchiveReader(SourceReader):
     def _unzipped(self, member: Member, count: int | None) -> bytes:
         """Return the first `count` bytes of a zip file's member; all bytes, checked by CRC-32, if `count` is None."""
         size, stored = member.size, member.stored
-        if size > max(_BOMB_BYTES, BOMB_RATIO * stored):
+        if size > max(_BOMB_BYTES, _BOMB_RATIO * stored):
             raise RejectedImageError(
-                f"zip bomb: {format_bytes(stored)} expand to {format_bytes(size)}, over {BOMB_RATIO} times as much"
+                f"zip bomb: {format_bytes(stored)} expand to {format_bytes(size)}, over {_BOMB_RATIO} times as much"
             )
         wanted = size if count is None else min(size, count)
         data = self._stored_bytes(member, stored if count is None else min(stored, count))

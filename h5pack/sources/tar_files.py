@@ -14,23 +14,18 @@ import os
 import posixpath
 import re
 import tarfile
-import tempfile
 import zlib
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from h5pack.errors import SourceError
-from h5pack.sources.archives import BOMB_RATIO, ArchiveFile, Member, Members, Storing, member_path
+from h5pack.sources.archives import ArchiveFile, Member, Members, Storing, member_path
 from h5pack.sources.catalog import Note
 from h5pack.sources.folders import is_visible
-from h5pack.system.files import reporting_disk_errors, write_all
 
 _BLOCK_BYTES = 512
 _MAX_HEADER_BYTES = 1024 * 1024
 _MAX_LINKS = 8
-_COPY_BYTES = 1024 * 1024
-# A compressed tar file is a bomb if it expands to over this size and to over `BOMB_RATIO` times its compressed size.
-_TAR_BOMB_BYTES = 1 << 30
 _DIGITS = re.compile(rb"\d{300}")
 _SUFFIX = ".tar"
 _GZIP, _BZIP2, _XZ, _ZSTD = b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd"
@@ -70,35 +65,11 @@ def open_tar(path: Path, scratch: Path) -> tuple[ArchiveFile, Members]:
     file = ArchiveFile(str(path))
     start = file.read(6, 0)
     if start.startswith((_GZIP, _BZIP2, _XZ, _ZSTD)):
-        _decompress(file, _decompressor(path, start), scratch)
+        file.decompress(_decompressor(path, start), scratch)
     members = _index(file, 0, file.size)
     if members.found and all(path.endswith(_SUFFIX) for path in members.found):
         members = _members_of_tar_files(file, members)
     return file, members
-
-
-def _decompress(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
-    """Decompress `stream` into an unnamed file in `folder`, and make `file` read from it.
-
-    The unnamed file disappears with this process.
-    """
-    position = 0
-    advice = "make room there, or decompress the archive yourself and pack the result"
-    with stream, tempfile.TemporaryFile(dir=folder) as target, reporting_disk_errors(folder, advice):
-        while True:
-            with file.parsing("cannot be decompressed"):
-                data = stream.read(_COPY_BYTES)
-            if not data:
-                break
-            if position > max(_TAR_BOMB_BYTES, BOMB_RATIO * file.size):
-                problem = (
-                    f"expands to over {BOMB_RATIO} times its size; if it is not a decompression bomb, decompress it "
-                    "yourself and pack the result"
-                )
-                raise SourceError.at(file.path, problem)
-            write_all(target.fileno(), data, position)
-            position += len(data)
-        file.keep_copy(target.fileno())
 
 
 def _members_of_tar_files(file: ArchiveFile, tars: Members) -> Members:

@@ -17,6 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 from unittest.mock import Mock
 
 import pytest
@@ -427,7 +428,7 @@ def test_compressed_tar_files_that_expand_too_far_are_refused(tmp_path: Path, mo
     data = tar_file(tmp_path / "x.tar", touch(tmp_path / "in", "1.jpg")).read_bytes() + bytes(4_000_000)
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(data))
     assert len(opened(tmp_path / "x.tar.gz")) == 1
-    monkeypatch.setattr(tar_files, "_TAR_BOMB_BYTES", 2_000_000)
+    monkeypatch.setattr(archives, "_FILE_BOMB_BYTES", 2_000_000)
     with pytest.raises(SourceError):
         opened(tmp_path / "x.tar.gz")
 
@@ -554,13 +555,13 @@ def test_workers_read_a_compressed_tar_file_without_proc(tmp_path: Path, monkeyp
     """As on macOS, whose workers are not forked from this process either."""
     folder = flat_folder(tmp_path / "in", 20)
     source = tar_file(tmp_path / "x.tgz", folder, "w:gz")
-    keep_copy = ArchiveFile.keep_copy
+    decompress = ArchiveFile.decompress
 
-    def keep_without_proc(file: ArchiveFile, descriptor: int) -> None:
-        keep_copy(file, descriptor)
+    def decompress_without_proc(file: ArchiveFile, stream: BinaryIO, folder: Path) -> None:
+        decompress(file, stream, folder)
         file.copy_path = str(tmp_path / "proc/1/fd/3")
 
-    monkeypatch.setattr(ArchiveFile, "keep_copy", keep_without_proc)
+    monkeypatch.setattr(ArchiveFile, "decompress", decompress_without_proc)
     h5pack.convert(source, tmp_path / "o.h5", num_workers=2, start_method="forkserver")
     h5pack.convert(folder, tmp_path / "folder.h5", **quick())
     assert (tmp_path / "o.h5").read_bytes() == (tmp_path / "folder.h5").read_bytes()
