@@ -93,7 +93,10 @@ def is_hdf5(path: Path) -> bool:
 
 
 def hdf5_catalog(path: Path, datasets: HDF5Datasets, wanted: NameFilter) -> Catalog:
-    """Return the catalog of an HDF5 file, in row order. `wanted` selects images by their names."""
+    """Return the catalog of an HDF5 file, in row order. `wanted` selects images by their names.
+
+    If the file has checksums, labels and fields are compared with them here, and pixels when the reader reads them.
+    """
     with open_file(path) as file, reporting_damage(path, SourceError):
         catalog = _catalog(path, file, datasets)
     return catalog.filtered(wanted)

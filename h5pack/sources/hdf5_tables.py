@@ -207,7 +207,7 @@ def _byte_table(path: Path, name: str, values: npt.NDArray[Any], as_field: tuple
 
 def _require_memory(path: Path, name: str, size: int) -> None:
     if size > _MIN_CHECKED_BYTES and size > available_memory() // 2:
-        problem = f"holds {format_bytes(size)}, over half of the free memory; leave it out"
+        problem = f"holds {format_bytes(size)}, over half of the free memory; convert the file without it"
         raise dataset_source_error(path, name, problem)
 
 
@@ -231,14 +231,18 @@ def _read_all(path: Path, dataset: h5py.Dataset, name: str) -> npt.NDArray[Any]:
 
 @contextlib.contextmanager
 def _reporting(path: Path, name: str) -> Iterator[None]:
-    """Turn DamagedRowsError, and errors other than H5PackError, into SourceError with advice to omit the dataset."""
+    """Turn DamagedRowsError, and errors other than H5PackError, into SourceError.
+
+    Advise to convert without the dataset, because `join` and others, which read all datasets of a pack, cannot omit it.
+    """
     try:
         yield
     except DamagedRowsError as error:
-        raise SourceError(f"{error}; or leave out that dataset", path=path, dataset=name, rows=error.rows) from error
+        problem = f"{error}; or convert the file without that dataset"
+        raise SourceError(problem, path=path, dataset=name, rows=error.rows) from error
     except H5PackError:
         raise
     except Exception as error:
         # On damaged files, h5py may raise any exception type.
-        problem = f"cannot be read ({error}); restore the file, or leave out that dataset"
+        problem = f"cannot be read ({error}); restore the file, or convert it without that dataset"
         raise dataset_source_error(path, name, problem) from error
