@@ -74,6 +74,11 @@ def distinct_steps(changes: list[Change], *, first: bool) -> list[int]:
     return sorted({steps[bisect.bisect_left(steps, at)] for at in chosen})
 
 
+def write_steps(changes: list[Change]) -> list[int]:
+    """Return those of `distinct_steps` that write: for a source, whose other changes are those of every conversion."""
+    return [step for step in distinct_steps(changes, first=False) if changes[step].startswith(("pwrite", "write"))]
+
+
 def effective_steps(changes: list[Change]) -> list[int]:
     """Return all steps; of those where a kill leaves the same files, return the last."""
     after = [*(change.files for change in changes[1:]), None]

@@ -31,7 +31,7 @@ from h5pack.errors import (
 from h5pack.format.checksums import row_checksums
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.writer import join_groups
-from tests.crashing import Change, convert_in_child, distinct_steps, leftovers, require_resumes
+from tests.crashing import convert_in_child, leftovers, require_resumes, write_steps
 from tests.exporter.folders import flip
 from tests.makers import flat_folder, hdf5_file, quick, split_folders
 from tests.read.encoded_files import encode, write_encoded
@@ -220,12 +220,8 @@ def test_if_all_values_are_out_of_range_the_error_names_value_range(tmp_path: Pa
 
 
 def test_killed_at_every_step_and_resumed(tmp_path: Path) -> None:
-    def writes(changes: list[Change]) -> list[int]:
-        """The other changes are those of every conversion."""
-        return [step for step in distinct_steps(changes, first=False) if changes[step].startswith(("pwrite", "write"))]
-
     source = write(tmp_path / "f.h5", STORED["cut and gzip"])
-    require_resumes(source, tmp_path / "o.h5", quick(chunk_rows=11), writes)
+    require_resumes(source, tmp_path / "o.h5", quick(chunk_rows=11), write_steps)
     assert leftovers(tmp_path) == {"f.h5", "o.h5"}
 
 
