@@ -197,6 +197,19 @@ def test_every_kind_of_source_is_in_all_lists() -> None:
         assert [kind for kind in detect.KINDS if not re.search(rf"\b{kind}\b", text)] == []
 
 
+def test_every_compression_method_is_described_with_its_levels() -> None:
+    methods = schema.COMPRESSION_METHODS
+    rows = re.findall(r"^\| `([a-z0-9-]+)(:L)?` \| (\d+)", page("format.md"), re.M)
+    table = {name: (bool(level), int(number)) for name, level, number in rows}
+    assert table == {name: (one.max_level > 0, one.filter) for name, one in methods.items()}
+    for text in (section(page("cli.md"), "h5pack convert"), str(h5pack.convert.__doc__)):
+        for name, one in methods.items():
+            assert (f"{name}:1 to {name}:{one.max_level}" if one.max_level else name) in text.replace("`", "")
+    with pytest.raises(errors.OptionsError) as caught:
+        compression.parse_compression("lzma")
+    assert str(caught.value).partition("; ")[2] in page("errors.md")
+
+
 def test_the_json_keys_are_listed(tmp_path: Path) -> None:
     source = split_folders(tmp_path / "photos", {"train": {"x": 3}, "val": {"y": 2}})
     with Conversion(source, tmp_path / "o.h5", num_workers=1) as conversion:

@@ -12,6 +12,7 @@ from typing import Any
 
 from h5pack.commands.arguments import PROCESSES, add_hdf5, add_options, add_splits, is_verbose, keywords, option_text
 from h5pack.errors import OptionsError, OutputExistsError
+from h5pack.format.schema import COMPRESSION_METHODS
 from h5pack.system.parameters import invalid, output_file
 from h5pack.system.text import counted, print_text, printable
 
@@ -19,6 +20,7 @@ _ORDER = {
     "--order ORDER": "order of the rows: shuffled (default), or sorted (the order of the source)",
     "--seed N": "seed of the shuffled order and of --val (default 0)",
 }
+_METHODS = [f"{name}[:1-{one.max_level}]" if one.max_level else name for name, one in COMPRESSION_METHODS.items()]
 _PROCESSES = {**PROCESSES, "--strict": "stop at the first image that cannot be packed"}
 
 
@@ -113,7 +115,7 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     file.add_argument("--chunk-rows", metavar="N", help="number of rows per chunk, or auto (default)")
     add_options(file, {
         "--chunk-bytes SIZE": "maximum size of a chunk, such as 4MiB",
-        "--compression METHOD": "compression method: none (default), gzip[:1-9], zstd[:1-22] or bitshuffle-lz4",
+        "--compression METHOD": f"compression method: none (default), {', '.join(_METHODS)}",
         "--shard-bytes SIZE": "write files of at most SIZE, such as 50GiB, named OUT-00000.h5 and so on, and OUT as a "
         "virtual file over them",
         "--compat": "write a file that HDF5 1.8 can read",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
 
 FORMAT_VERSION = 1
@@ -98,8 +99,21 @@ class FilterId(IntEnum):
     ZSTD = 32015
 
 
-COMPRESSION_FILTERS = {"gzip": FilterId.GZIP, "zstd": FilterId.ZSTD, "bitshuffle-lz4": FilterId.BITSHUFFLE}
-"""The filter of each method of the option `compression`. A level can follow gzip and zstd, e.g. gzip:9."""
+@dataclass(frozen=True)
+class CompressionMethod:
+    """A method of the option `compression`. If it has levels, 1 to `max_level`, a level can follow it, e.g. gzip:9."""
+
+    filter: FilterId
+    parameters: tuple[int, ...]  # the filter's parameters; if the method has levels, the default level
+    max_level: int = 0  # 0 if the method has no levels
+
+
+COMPRESSION_METHODS = {
+    "gzip": CompressionMethod(FilterId.GZIP, (4,), max_level=9),
+    "zstd": CompressionMethod(FilterId.ZSTD, (3,), max_level=22),
+    # 0 lets the filter choose its block size, 2 compresses each block with LZ4.
+    "bitshuffle-lz4": CompressionMethod(FilterId.BITSHUFFLE, (0, 2)),
+}
 
 STATISTICS_ROWS = 2_048
 """If rows are pixels, statistics use at least this many rows of a split, or all rows if the split has fewer."""

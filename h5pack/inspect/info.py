@@ -45,10 +45,8 @@ from h5pack.system.parameters import flags, invalid
 from h5pack.system.text import counted, format_bytes, printable_lines
 
 _DEFAULT_CACHE_BYTES = int(h5py.h5p.create(h5py.h5p.FILE_ACCESS).get_cache()[2])  # 8 MiB; 1 MiB before HDF5 2.0
-_FILTER_NAMES = {
-    1: "gzip", 2: "shuffle", 3: "fletcher32", 4: "szip", 5: "nbit", 6: "scaleoffset", 307: "bzip2", 32000: "lzf",
-    32001: "blosc", 32004: "lz4", 32008: "bitshuffle", 32013: "zfp", 32015: "zstd", 32026: "blosc2",
-}  # fmt: skip
+_FILTER_NAMES: dict[int, str] = {one: one.name.lower() for one in schema.FilterId}
+_FILTER_NAMES |= {4: "szip", 5: "nbit", 6: "scaleoffset", 307: "bzip2", 32013: "zfp", 32026: "blosc2"}
 _LAYOUTS = {getattr(h5py.h5d, name.upper()): name for name in ("chunked", "contiguous", "compact", "virtual")}
 # Tables of a pack, which `FileReport.to_text` describes together in one line.
 _TABLES = (schema.CHECKSUMS, schema.FILENAMES, schema.SPLITS, schema.STATISTICS, schema.REJECTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +13,14 @@ import numpy.typing as npt
 
 from h5pack.errors import H5PackError
 from h5pack.format.checksums import row_checksums
-from h5pack.format.schema import COMPRESSION_FILTERS
+from h5pack.format.schema import COMPRESSION_METHODS
 from h5pack.read.hdf5 import load_filter
 from h5pack.system.files import read_all
 from h5pack.system.parameters import invalid
 
 NONE = "none"
-COMPRESSIONS = (NONE, *COMPRESSION_FILTERS)
+COMPRESSIONS = (NONE, *COMPRESSION_METHODS)
 """Allowed values of the option `compression`, without a level."""
-
-_LEVELS = {"gzip": (4, 9), "zstd": (3, 22)}
-"""The default and the highest compression level of each method; the lowest is 1."""
-
-# The filter's parameters: 0 lets the filter choose its block size, 2 compresses each block with LZ4.
-_BITSHUFFLE_LZ4 = (0, 2)
 
 
 @dataclass(frozen=True)
@@ -41,18 +34,14 @@ class Compression:
 
 def parse_compression(text: str) -> Compression | None:
     """Parse a value of `compression`, such as gzip, zstd:7 or bitshuffle-lz4; return None for "none"."""
-    method = text if isinstance(text, str) else ""
-    if method == NONE:
+    name, colon, level = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if name == NONE and not colon:
         return None
-    if method == "bitshuffle-lz4":
-        return Compression(method, COMPRESSION_FILTERS[method], _BITSHUFFLE_LZ4)
-    match = re.fullmatch(r"(gzip|zstd)(?::([1-9][0-9]?))?", method)
-    if match is not None:
-        default, maximum = _LEVELS[match[1]]
-        level = int(match[2]) if match[2] else default
-        if level <= maximum:
-            return Compression(f"{match[1]}:{level}", COMPRESSION_FILTERS[match[1]], (level,))
-    levels = (f"{name}:1 to {name}:{maximum}" for name, (_, maximum) in _LEVELS.items())
+    method = COMPRESSION_METHODS.get(name)
+    if method is not None and (not colon or level in map(str, range(1, method.max_level + 1))):
+        parameters = (int(level),) if colon else method.parameters
+        return Compression(f"{name}:{parameters[0]}" if method.max_level else name, method.filter, parameters)
+    levels = (f"{name}:1 to {name}:{one.max_level}" for name, one in COMPRESSION_METHODS.items() if one.max_level)
     raise invalid("compression", text, f"it must be one of {', '.join([*COMPRESSIONS, *levels])}")
 
 
@@ -74,7 +63,8 @@ def require_filter(compression: Compression) -> None:
 
 def add_filter(properties: h5py.h5p.PropDCID, compression: Compression) -> None:
     """Add a filter to a dataset's creation properties."""
-    # If a mandatory filter fails, HDF5 raises an error. If an optional one fails, HDF5 stores the chunk uncompressed.
+    # If a mandatory filter fails, HDF5 raises an error. If an optional one fails, HDF5 stores the chunk uncompressed,
+    # with a filter mask that is not 0. The file format requires 0, and `store_chunk` writes 0.
     properties.set_filter(compression.number, h5py.h5z.FLAG_MANDATORY, compression.parameters)
 
 
@@ -93,7 +83,8 @@ def compress_chunk(values: npt.NDArray[Any], compression: Compression) -> bytes:
         dataset = h5py.Dataset(h5py.h5d.create(file.id, b"chunk", h5py.h5t.py_create(values.dtype), space, properties))
         dataset.write_direct(values)
         file.flush()
-        _, stored = dataset.id.read_direct_chunk((0,) * values.ndim)
+        filter_mask, stored = dataset.id.read_direct_chunk((0,) * values.ndim)
+        assert not filter_mask
     return bytes(stored)
 
 

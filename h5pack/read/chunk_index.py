@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
-from h5pack.format.schema import COMPRESSION_FILTERS, FilterId
+from h5pack.format.schema import COMPRESSION_METHODS
 from h5pack.read.codecs import Codec, UnsupportedFilterError, find_codec
 from h5pack.read.hdf5 import (
     ChunkTable,
@@ -37,7 +37,6 @@ from h5pack.system.properties import cached_property
 
 _MAX_GROUP_ROWS = 4_096
 """Maximum number of rows in a chunk group of a contiguous dataset, so that shuffle windows stay small."""
-_METHODS: dict[int, str] = {number: method for method, number in COMPRESSION_FILTERS.items()}
 _LISTS_CHUNKS = hasattr(h5py.h5d.DatasetID, "chunk_iter")
 _COUNTS_USER_BLOCK = (1, 14, 4)
 """First HDF5 version whose chunk offsets count from the start of the file. In earlier versions they count from the end
@@ -318,10 +317,10 @@ def _stored_checksums(
 
 def _compression(filters: tuple[Filter, ...]) -> str | None:
     """Return the value of the option `compression` that gives these filters; None if there is none."""
-    if len(filters) != 1 or filters[0].number not in _METHODS:
-        return None
-    number, method = filters[0].number, _METHODS[filters[0].number]
-    return method if number == FilterId.BITSHUFFLE else ":".join(map(str, (method, *filters[0].parameters[:1])))
+    for name, method in COMPRESSION_METHODS.items():
+        if [one.number for one in filters] == [method.filter]:
+            return ":".join(map(str, (name, *filters[0].parameters[: bool(method.max_level)])))
+    return None
 
 
 def contiguous_group_rows(rows: int, row_bytes: int) -> int:
