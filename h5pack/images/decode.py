@@ -40,6 +40,7 @@ from h5pack.images.headers import (
     TURNS,
     DecodePath,
     ImageHeader,
+    file_format,
     open_image,
     orientation_of,
     parse_jpeg,
@@ -159,7 +160,7 @@ def read_header(head: bytes, open_file: Callable[[], BinaryIO], max_pixels: int)
     if header is None:
         with open_file() as stream:
             # Segments such as an ICC profile can move the first scan beyond `head`, so try again with more bytes.
-            header = parse_jpeg(stream.read(_LONG_HEAD_BYTES)) if head.startswith(b"\xff\xd8") else parse_png(stream)
+            header = parse_jpeg(stream.read(_LONG_HEAD_BYTES)) if file_format(head) == "jpeg" else parse_png(stream)
             if header is None:
                 stream.seek(0)
                 header = _pillow_header(stream, max_pixels)
@@ -396,7 +397,7 @@ def refuse_scans(data: bytes, pixels: int) -> None:
 
     `pixels` is the number of pixels of the JPEG. Small JPEGs are decoded fast enough with any number of scans.
     """
-    if pixels > _SCANNED_PIXELS and data.startswith(b"\xff\xd8") and data.count(b"\xff\xda") > _MAX_SCANS:
+    if pixels > _SCANNED_PIXELS and file_format(data) == "jpeg" and data.count(b"\xff\xda") > _MAX_SCANS:
         raise RejectedImageError(f"decompression bomb: more than {_MAX_SCANS} scans")
 
 

@@ -44,6 +44,7 @@ TURNS = {
 }
 """The operation that turns an image upright, by Exif orientation."""
 
+_SIGNATURES = {"jpeg": b"\xff\xd8\xff", "png": b"\x89PNG\r\n\x1a\n"}
 _FORMATS = frozenset({
     "AVIF", "BMP", "DDS", "DIB", "GIF", "HEIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD", "QOI",
     "SGI", "TGA", "TIFF", "WEBP",
@@ -92,6 +93,11 @@ class ImageHeader:
     width: int
     decode_path: DecodePath
     orientation: int = 1  # the Exif orientation, 1 to 8
+
+
+def file_format(head: bytes) -> str | None:
+    """Return "jpeg" or "png" if the first bytes of an image file are those of this format; else None."""
+    return next((name for name, signature in _SIGNATURES.items() if head.startswith(signature)), None)
 
 
 def orientation_of(image: Image.Image) -> int:
@@ -159,7 +165,7 @@ def parse_jpeg(head: bytes) -> ImageHeader | None:
     last = _last_prefix
     if last is not None and head.startswith(last[0]):
         return last[1]
-    if head[:3] != b"\xff\xd8\xff":
+    if file_format(head) != "jpeg":
         return None
     # usual_color: whether a JFIF or Adobe segment declares that three components are YCbCr.
     position, usual_color, frame = 2, False, b""
@@ -264,7 +270,7 @@ def parse_png(stream: BinaryIO) -> ImageHeader | None:
     `stream` must be positioned at its start.
     """
     start = stream.read(33)
-    if start[:8] != b"\x89PNG\r\n\x1a\n" or start[12:16] != b"IHDR" or len(start) < 33:
+    if file_format(start) != "png" or start[12:16] != b"IHDR" or len(start) < 33:
         return None
     if zlib.crc32(start[12:29]) != int.from_bytes(start[29:], "big"):
         return None

@@ -26,7 +26,7 @@ from h5pack.format import schema
 from h5pack.format.fields import RaggedRows
 from h5pack.images.decode import decoder_versions, refuse_bomb, strict_pillow
 from h5pack.images.geometry import Placement, turned_upright
-from h5pack.images.headers import SIDEWAYS, DecodePath, ImageHeader
+from h5pack.images.headers import SIDEWAYS, DecodePath, ImageHeader, file_format
 from h5pack.images.masks import naming_mask, require_size
 from h5pack.pack.journal import SurveyJournal
 from h5pack.pack.options import ConvertOptions
@@ -54,7 +54,7 @@ HDF5_ERRORS = (ReadError, PackChangedError, PackFormatError)
 """The errors of reading from an HDF5 file; see `storage_error`."""
 # The arrays of a `Survey` that are stored in its journal, and those that are stored only with `keep`.
 _COLUMNS, _KEPT_COLUMNS = ("heights", "widths", "decode_paths", "fingerprints", "orientations"), ("jpeg_bytes",)
-_JPEG_HEAD, _JPEG_TAIL = b"\xff\xd8\xff", b"\xff\xd9"
+_JPEG_END = b"\xff\xd9"
 _REJECTED = SurveyedImage(ImageHeader(0, 0, DecodePath.PILLOW), 0)
 
 
@@ -440,11 +440,10 @@ def _widest(dtypes: list[str], others: list[str]) -> list[str]:
 def _jpeg_bytes(reader: SourceReader, index: int, name: str) -> int:
     """Return the size of a JPEG file in bytes, or 0 for another format; raise RejectedImageError if it is truncated."""
     head, tail, size = reader.ends(index, name)
-    if head != _JPEG_HEAD:
+    if file_format(head) != "jpeg":
         return 0
-    if tail != _JPEG_TAIL:
-        # The file may be complete although it does not end with the end marker, because other bytes may follow the
-        # marker. So decode it.
+    if tail != _JPEG_END:
+        # Other bytes may follow the end marker of a complete file, so decode it.
         data = reader.read(index, name)
         assert isinstance(data, bytes)
         row_decoder().pixels(data)

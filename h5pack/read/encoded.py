@@ -27,7 +27,7 @@ from PIL import Image
 from h5pack.errors import DamagedRowsError, PackFormatError, RejectedImageError, SizesDifferError
 from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, read_header
-from h5pack.images.headers import ImageHeader
+from h5pack.images.headers import ImageHeader, file_format
 from h5pack.images.masks import read_mask
 from h5pack.read.chunk_index import ChunkIndex, contiguous_group_rows
 from h5pack.read.hdf5 import (
@@ -100,7 +100,7 @@ def is_encoded(dataset: h5py.Dataset) -> bool:
         return False
     try:
         require_filters(dataset)
-        return bool(dataset[0].tobytes().startswith((b"\xff\xd8\xff", b"\x89PNG\r\n")))
+        return file_format(dataset[0].tobytes()) is not None
     except (OSError, PackFormatError):
         return False  # Reading the rows will raise an error with advice.
 
