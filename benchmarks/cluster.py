@@ -197,7 +197,7 @@ def measure_memory(images: int) -> dict[str, Any]:
     catalog = Catalog("classes", FileReader("/data"), names, split_names, split_ids, labels, classes)
     survey = surveys.Survey(
         np.full(images, HEIGHT, np.int32), np.full(images, WIDTH, np.int32), np.ones(images, np.uint8),
-        np.zeros(images, np.uint64), {}, jpeg_bytes=np.zeros(images, np.int64), orientations=np.ones(images, np.uint8),
+        np.zeros(images, np.uint64), {}, kept_bytes=np.zeros(images, np.int64), orientations=np.ones(images, np.uint8),
     )  # fmt: skip
     plan = make_plan("/data", catalog, survey, ConvertOptions())
     results = RowResults(plan.rows, 3)

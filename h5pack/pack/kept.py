@@ -75,7 +75,7 @@ class KeptPlan(ConvertPlan):
 
     heights: npt.NDArray[np.int32]  # (M,): of each image in the pack, when upright
     widths: npt.NDArray[np.int32]
-    jpeg_bytes: npt.NDArray[np.int64]  # (M,): size of each image's file in the pack; an estimate until it is encoded
+    encoded_bytes: npt.NDArray[np.int64]  # (M,): size of each image's file in the pack, estimated until it is encoded
     fits: npt.NDArray[np.bool_]  # (M,): whether the file is stored unchanged
     # (M,): whether the image is put into a temporary file before rows are written, because it must be encoded, or
     # because the source reads images in groups
@@ -143,7 +143,7 @@ class KeptPlan(ConvertPlan):
         order = close_holes(self.row_order.split_starts, packed, self.options.order == "sorted")
         origins = self.row_order.origins[order.origins]
         found, images = places.owners >= 0, places.images
-        heights, widths, sizes = self.heights.copy(), self.widths.copy(), self.jpeg_bytes.copy()
+        heights, widths, sizes = self.heights.copy(), self.widths.copy(), self.encoded_bytes.copy()
         sizes[found] = images["bytes"][found]
         sized = found & (images["height"] > 0)
         heights[sized], widths[sized] = images["height"][sized], images["width"][sized]
@@ -154,14 +154,14 @@ class KeptPlan(ConvertPlan):
             rejects=rejects,
             heights=heights,
             widths=widths,
-            jpeg_bytes=sizes,
+            encoded_bytes=sizes,
             places=places,
         )
 
     @cached_property
     def offsets(self) -> Rows:
         """Byte offset of each row in the data, and the end of the last row, (N + 1,)."""
-        return np.append(0, np.cumsum(self.jpeg_bytes[self.row_order.origins]))
+        return np.append(0, np.cumsum(self.encoded_bytes[self.row_order.origins]))
 
     @property
     def row_bytes(self) -> int:
@@ -183,7 +183,7 @@ class KeptPlan(ConvertPlan):
 
         The sizes of images and masks that are not encoded yet are estimates.
         """
-        return super().needed_bytes + int(self.jpeg_bytes[self.needs_encoding].sum()) + self._mask_bytes
+        return super().needed_bytes + int(self.encoded_bytes[self.needs_encoding].sum()) + self._mask_bytes
 
     @property
     def _mask_bytes(self) -> int:
@@ -233,15 +233,15 @@ def make_kept_plan(source: str, catalog: Catalog, survey: Survey, options: Conve
         survey.reasons.setdefault(index, bomb)
     plan = plan_rows(source, catalog, survey, options)
     origins = plan.row_order.origins
-    fits = (survey.jpeg_bytes > 0) & (sides <= max_side)
-    sizes = np.where(fits, survey.jpeg_bytes, (pixels * _BYTES_PER_PIXEL).astype(np.int64) + _HEADER_BYTES)
+    fits = (survey.kept_bytes > 0) & (sides <= max_side)
+    sizes = np.where(fits, survey.kept_bytes, (pixels * _BYTES_PER_PIXEL).astype(np.int64) + _HEADER_BYTES)
     needs_encoding = np.zeros(len(catalog), np.bool_)
     needs_encoding[origins] = ~fits[origins] | (catalog.reader.groups(origins) is not None)
     return KeptPlan(
         **{**vars(plan), "chunks": plan_data_chunks(int(sizes[origins].sum()))},
         heights=heights,
         widths=widths,
-        jpeg_bytes=sizes,
+        encoded_bytes=sizes,
         fits=fits,
         needs_encoding=needs_encoding,
     )

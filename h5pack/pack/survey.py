@@ -53,7 +53,7 @@ _MAX_OUTSIDE_PIXELS = 0.1
 HDF5_ERRORS = (ReadError, PackChangedError, PackFormatError)
 """The errors of reading from an HDF5 file; see `storage_error`."""
 # The arrays of a `Survey` that are stored in its journal, and those that are stored only with `keep`.
-_COLUMNS, _KEPT_COLUMNS = ("heights", "widths", "decode_paths", "fingerprints", "orientations"), ("jpeg_bytes",)
+_COLUMNS, _KEPT_COLUMNS = ("heights", "widths", "decode_paths", "fingerprints", "orientations"), ("kept_bytes",)
 _JPEG_END = b"\xff\xd9"
 _REJECTED = SurveyedImage(ImageHeader(0, 0, DecodePath.PILLOW), 0)
 
@@ -70,8 +70,8 @@ class Survey:
     labels: npt.NDArray[Any] | None = None  # of a map-style dataset's samples; else None
     unused: set[str] = field(default_factory=set)  # names of parts of samples that are not packed, such as dict keys
     file_bytes: int = 0  # size of all accepted image files together, in bytes; 0 if images are not files
-    # Size of each JPEG file in bytes; 0 for other images. Without `keep`, always 0.
-    jpeg_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    # Size in bytes of each file that `keep` can store unchanged, a JPEG; 0 for other images, and without `keep`.
+    kept_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     mask_dtypes: list[str] = field(default_factory=list)  # for each field of pixels, the dtype of its widest mask
     orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # in Exif, 1 to 8
     fields: list[dict[str, Any] | None] = field(default_factory=list)  # of a map-style dataset's samples; else empty
@@ -116,7 +116,7 @@ class Survey:
         # Zeros take no memory until they are overwritten.
         return cls(
             heights, widths, np.zeros(count, np.uint8), np.zeros(count, np.uint64), {},
-            jpeg_bytes=np.zeros(count, np.int64), orientations=np.ones(count, np.uint8),
+            kept_bytes=np.zeros(count, np.int64), orientations=np.ones(count, np.uint8),
         )  # fmt: skip
 
 
@@ -381,7 +381,7 @@ def _survey(task: SurveyTask) -> tuple[int, Survey, list[npt.NDArray[Any] | None
                     image, dtypes = _with_masks(reader, image, position, task)
                     found.mask_dtypes = _widest(found.mask_dtypes, dtypes)
                 if task.keep:
-                    found.jpeg_bytes[position] = _jpeg_bytes(reader, index, name)
+                    found.kept_bytes[position] = _kept_bytes(reader, index, name)
             except RejectedImageError as error:
                 found.reasons[index], image = str(error), _REJECTED
             except HDF5_ERRORS as error:
@@ -437,7 +437,7 @@ def _widest(dtypes: list[str], others: list[str]) -> list[str]:
     return [max(pair, key=lambda name: np.dtype(name).itemsize) for pair in zip(dtypes, others, strict=True)]
 
 
-def _jpeg_bytes(reader: SourceReader, index: int, name: str) -> int:
+def _kept_bytes(reader: SourceReader, index: int, name: str) -> int:
     """Return the size of a JPEG file in bytes, or 0 for another format; raise RejectedImageError if it is truncated."""
     head, tail, size = reader.ends(index, name)
     if file_format(head) != "jpeg":

@@ -169,7 +169,7 @@ def test_another_layout_of_payloads_needs_another_magic_number() -> None:
     """If this fails because a layout changed, change the magic number, too, and then the numbers here."""
     survey = Survey.of(2)
     survey.heights[:], survey.reasons = 7, {9: "truncated"}
-    columns = ("heights", "widths", "decode_paths", "fingerprints", "orientations", "jpeg_bytes")
+    columns = ("heights", "widths", "decode_paths", "fingerprints", "orientations", "kept_bytes")
     encoded = EncodedRecord(np.ones(3, ENCODED_IMAGE), {4: "truncated"})
     sums, checksums = np.arange(6, dtype=np.uint64).reshape(1, 2, 3), np.arange(3, dtype=np.uint32)
     rows = RowRecord(

@@ -390,7 +390,7 @@ def test_a_part_is_read_back_as_it_was() -> None:
         {103: "größer als \udcff erlaubt\0"}, None, {"b", "a"}, 2**40, random.integers(0, 2**62, 7),
         ["|u1", "<u2"], random.integers(1, 9, 7).astype(np.uint8),
     )  # fmt: skip
-    columns = ("heights", "widths", "decode_paths", "fingerprints", "orientations", "jpeg_bytes")
+    columns = ("heights", "widths", "decode_paths", "fingerprints", "orientations", "kept_bytes")
     start, found = Survey.decode(part.encode(100, columns), columns)
     assert start == 100
     for name in columns:
