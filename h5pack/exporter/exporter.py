@@ -27,6 +27,7 @@ from h5pack.exporter.contents import (
     plan_manifest,
 )
 from h5pack.exporter.image_files import (
+    LOSSY_ENCODERS,
     SUFFIXES,
     ExportForm,
     ExportResults,
@@ -193,7 +194,8 @@ def export(
     -------
     ExportReport
         Its `damaged` lists the rows that could not be exported because they do not match their checksums, cannot be
-        decoded, hold values outside `value_range`, or have a mask with numbers that are not from 0 to 65,535.
+        decoded, hold values outside `value_range`, have a side too long for JPEG, or have a mask with numbers that are
+        not from 0 to 65,535.
 
     Raises
     ------
@@ -225,12 +227,12 @@ def export(
     source = open_rows(file, HDF5Datasets(images, labels, fields, channel_axis, bounds), splits, limit)
     if format is None:
         format = "jpeg" if isinstance(source.reader.index, EncodedIndex) else "png"
-    if quality is not None and format != "jpeg":
+    if quality is not None and format not in LOSSY_ENCODERS:
         raise OptionsError(
             f"quality is given, but the format is {format}; leave out quality, or give format='jpeg'",
             parameters=("quality", "format='jpeg'"),
         )
-    if source.reader.form is not None and format == "png":
+    if source.reader.form is not None and format not in LOSSY_ENCODERS:
         source.reader.form = ExportForm(source.reader.form.channel_axis, source.reader.form.value_range)
     return _Export(
         source=source,
@@ -317,7 +319,7 @@ class ExportFolder:
                     # The path of a mask or further image is the path of the row's image, but in another folder, and
                     # perhaps with another suffix. All other cells are the user's values. A file whose path is such a
                     # value is not part of the export.
-                    beside = (f"{name}.png", f"{name}.jpg") if folder == IMAGES else ()
+                    beside = [f"{name}{suffix}" for suffix, *_ in SUFFIXES.values()] if folder == IMAGES else []
                     known.update(cell for cell in line[1:-1] if cell.partition("/")[2] in beside)
         except (OSError, ValueError, IndexError, csv.Error):
             raise OutputExistsError.at(self.final, f"has no {MANIFEST} of an export; {advice}") from None
@@ -453,9 +455,9 @@ class _Export:
         command, lost = manifest.command(self.target.given, source, names)
         files = len(source) - len(damaged)
         form, index = source.reader.form, source.reader.index
-        if self.work.format == "jpeg" and results.copied < files:
+        if self.work.format in LOSSY_ENCODERS and results.copied < files:
             lost = (*lost, "the exact pixels, which PNG files would keep")
-        elif self.work.format == "png" and isinstance(index, EncodedIndex):
+        elif self.work.format != "jpeg" and isinstance(index, EncodedIndex):
             lost = (*lost, "the JPEG files, because convert encodes the PNG files as JPEG again")
         elif isinstance(form, ExportForm) and not form.is_exact(index.dtype, index.row_shape):
             lost = (*lost, f"the exact {index.dtype} values, which were converted to 8 bits")

@@ -17,7 +17,8 @@ from PIL import Image
 
 from h5pack.errors import NoImagesError, OptionsError, RejectedImageError
 from h5pack.images.decode import image_of, strict_pillow, upright_of
-from h5pack.images.headers import ORIENTATION_TAG, orientation_of
+from h5pack.images.encode import save_jpeg
+from h5pack.images.headers import ORIENTATION_TAG, file_format, orientation_of
 from h5pack.images.masks import as_stored, gray_mask, naming_mask
 from h5pack.pack.writer import join_groups
 from h5pack.read.encoded import RowDecoder
@@ -31,8 +32,6 @@ from h5pack.system.text import one_of, splits_text
 
 SUFFIXES = {"png": (".png",), "jpeg": (".jpg", ".jpeg", ".jpe", ".jfif")}
 """File name suffixes of each format. A name with none of them gets the first one."""
-SIGNATURES = {"png": b"\x89PNG\r\n\x1a\n", "jpeg": b"\xff\xd8\xff"}
-"""The first bytes of files of each format."""
 
 _TASKS_PER_WORKER = 16
 _TASK_BYTES = 32 * 1024 * 1024
@@ -130,10 +129,14 @@ class ExportWork:
 
     reader: HDF5RowReader
     folder: str  # path of the folder in which the files are written
-    format: str  # "png" or "jpeg"
-    quality: int  # JPEG quality, 1 to 100
+    format: str  # one of `SUFFIXES`
+    quality: int  # of files in a lossy format, 1 to 100
     keep: bool  # whether to keep existing files that already hold the pixels of their rows
     check_only: bool = False  # whether to write nothing, and only count files that are missing or differ
+
+    def is_copied(self, encoded: bytes) -> bool:
+        """Return whether the bytes of an encoded row are written unchanged, because they have the export's format."""
+        return file_format(encoded) == self.format
 
 
 @dataclass(frozen=True)
@@ -223,15 +226,14 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
         pixels = work.reader.read(index, "")
     else:
         encoded = work.reader.encoded(index)
-        is_copied = encoded.startswith(SIGNATURES[work.format])
-        if not (is_copied and work.reader.has_checksums):
-            pixels = decoder.pixels(encoded)
-        if is_copied:
+        if work.is_copied(encoded):
             data = encoded
             results.copied += 1
-    if data is None and work.format == "jpeg":
-        # JPEG is lossy, so an existing JPEG is compared with these bytes, not with the row's pixels.
-        data = encode_jpeg(pixels, work.quality)
+        if data is None or not work.reader.has_checksums:
+            pixels = decoder.pixels(encoded)
+    if data is None and work.format in LOSSY_ENCODERS:
+        # An existing file in a lossy format is compared with these bytes, not with the row's pixels.
+        data = LOSSY_ENCODERS[work.format](pixels, work.quality)
     results.resumed += _store(work, path, pixels, data, results)
 
 
@@ -244,13 +246,13 @@ def _export_field(work: ExportWork, number: int, index: int, path: str, results:
     data = None
     if pixels.ndim == 2:
         orientation = 1
-        if work.reader.form is None and (encoded := work.reader.encoded(index)).startswith(SIGNATURES[work.format]):
+        if work.reader.form is None and work.is_copied(encoded := work.reader.encoded(index)):
             # The image file keeps its Exif orientation. Give the mask the same, because `convert` applies it to both.
             orientation = upright_of(encoded).orientation
         pixels = gray_mask(as_stored(pixels, orientation))[:, :, None]
         data = None if orientation == 1 else encode_png(pixels, orientation)
-    elif work.format == "jpeg":
-        data = encode_jpeg(pixels, work.quality)
+    elif work.format in LOSSY_ENCODERS:
+        data = LOSSY_ENCODERS[work.format](pixels, work.quality)
     _store(work, path, pixels, data, results)
 
 
@@ -318,7 +320,9 @@ def encode_png(pixels: npt.NDArray[Any], orientation: int = 1) -> bytes:
 
 def encode_jpeg(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
     """Return pixels, uint8 (h, w, 1 or 3), encoded as JPEG; below quality 90, chroma is subsampled (4:2:0)."""
-    stream = io.BytesIO()
     # Pillow's subsampling 0 is 4:4:4, and 2 is 4:2:0.
-    image_of(pixels).save(stream, "JPEG", quality=quality, subsampling=0 if quality >= _PLAIN_CHROMA_QUALITY else 2)
-    return stream.getvalue()
+    return save_jpeg(image_of(pixels), quality=quality, subsampling=0 if quality >= _PLAIN_CHROMA_QUALITY else 2)
+
+
+LOSSY_ENCODERS = {"jpeg": encode_jpeg}
+"""For each lossy format: the function that encodes pixels with a quality."""

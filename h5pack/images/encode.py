@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,16 @@ def fitted_size(height: int, width: int, max_side: int | None) -> tuple[int, int
     if max_side is None or longer <= max_side:
         return height, width
     return max(1, round(height * max_side / longer)), max(1, round(width * max_side / longer))
+
+
+def save_jpeg(image: Image.Image, **settings: Any) -> bytes:
+    """Return an image encoded as JPEG with these `settings` of Pillow; raise RejectedImageError if this fails."""
+    stream = io.BytesIO()
+    try:
+        image.save(stream, "JPEG", **settings)
+    except (OSError, ValueError) as error:
+        raise RejectedImageError(f"cannot be encoded as JPEG: {error}") from error
+    return stream.getvalue()
 
 
 class JpegEncoder(Decoder):
@@ -55,12 +66,7 @@ class JpegEncoder(Decoder):
         # Drop the comment of the source file. Otherwise, Pillow would write the comment, but only if Pillow, not
         # simplejpeg, had decoded the file.
         image.info = {}
-        stream = io.BytesIO()
-        try:
-            image.save(stream, "JPEG", quality=self._quality)
-        except (OSError, ValueError) as error:
-            raise RejectedImageError(f"cannot be encoded as JPEG: {error}") from error
-        return stream.getvalue(), height, width
+        return save_jpeg(image, quality=self._quality), height, width
 
     def _place(self, image: Image.Image, out: npt.NDArray[np.uint8]) -> None:
         self._image = image

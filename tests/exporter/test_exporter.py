@@ -363,6 +363,12 @@ def test_rows_that_do_not_decode_or_lie_outside_the_range(tmp_path: Path) -> Non
     assert leftovers(tmp_path) == {"f.h5", "g.h5", "other", "out"}
 
 
+def test_rows_that_are_too_large_for_jpeg_are_reported(tmp_path: Path) -> None:
+    write_encoded(tmp_path / "f.h5", [encode(np.zeros((2, side), np.uint8), "PNG") for side in (65_501, 65_500)])
+    assert [row.row for row in export(tmp_path / "f.h5", tmp_path / "out", **quick(format="jpeg")).damaged] == [0]
+    assert export(tmp_path / "f.h5", tmp_path / "png", **quick(format="png")).ok
+
+
 def test_a_split_and_a_limit(tmp_path: Path) -> None:
     source = split_folders(tmp_path / "in", {"train": {"x": 20, "y": 20}, "val": {"x": 6}, "test": {"y": 5}})
     h5pack.convert(source, tmp_path / "a.h5", **quick(order="sorted"))
