@@ -18,7 +18,7 @@ import numpy.typing as npt
 from h5pack.format import schema
 from h5pack.format.plans import plan_chunks
 from h5pack.format.schema import COMPRESSION_METHODS
-from h5pack.read.codecs import Codec, UnsupportedFilterError, find_codec
+from h5pack.read.codecs import FilterPipeline, UnsupportedFilterError, find_pipeline
 from h5pack.read.hdf5 import (
     ChunkTable,
     Filter,
@@ -65,7 +65,7 @@ class ChunkIndex:
     library_reason: str | None = None  # why all rows are read through the HDF5 library; None if they are not
     is_encoded: bool = False  # whether rows are encoded images
     # Decoder of chunks that are filtered or hold only parts of rows. None if h5pack itself reads no such chunks.
-    codec: Codec | None = None
+    codec: FilterPipeline | None = None
     sizes: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     filter_masks: npt.NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, np.uint32))
     stored_checksums: npt.NDArray[np.uint32] | None = None  # (chunks,): CRC-32 of each chunk's stored bytes, if known
@@ -242,11 +242,11 @@ def index_dataset(file: h5py.File, dataset: h5py.Dataset, name: str) -> ChunkInd
         require_filters(dataset)
     reason = _library_reason(file, dataset)
     chunk_shape = dataset.chunks if dataset.chunks and dataset.chunks[1:] != dataset.shape[1:] else None
-    codec: Codec | None = None
+    codec: FilterPipeline | None = None
     filters = filters_of(dataset)
     if reason is None and (filters or chunk_shape):
         try:
-            codec = find_codec(filters, math.prod(dataset.chunks) * dataset.dtype.itemsize)
+            codec = find_pipeline(filters, math.prod(dataset.chunks) * dataset.dtype.itemsize)
         except UnsupportedFilterError as error:
             reason = str(error)
     table = none = ChunkTable(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.uint32))

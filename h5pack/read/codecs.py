@@ -66,7 +66,7 @@ class UnsupportedFilterError(ValueError):
 
 
 @dataclass(frozen=True)
-class Codec:
+class FilterPipeline:
     """The filters of a dataset, in encoding order; `size` is the size of a decoded chunk in bytes."""
 
     steps: tuple[Filter, ...]
@@ -84,11 +84,12 @@ class Codec:
             if mask >> position & 1:
                 continue
             step = self.steps[position]
+            size = self._size_before(position, mask)
             if step.number in _DECODERS:
-                data = _DECODERS[step.number](np.asarray(data), step.parameters, self.size)
+                # If the size is unknown, leave room for a chunk that was enlarged before.
+                data = _DECODERS[step.number](np.asarray(data), step.parameters, size or 2 * self.size + 65_536)
             else:
-                size = None if is_checked else self._size_before(position, mask)
-                data = decode_plugin(step.number, step.parameters, _to_malloc(data), size)
+                data = decode_plugin(step.number, step.parameters, _to_malloc(data), None if is_checked else size)
         decoded: Bytes = np.asarray(data)
         if len(decoded) != self.size:
             raise ValueError(f"the chunk decodes to {len(decoded):,} bytes instead of {self.size:,}")
@@ -105,7 +106,7 @@ class Codec:
         return self.size + _CHECKSUM_BYTES * applied.count(FilterId.FLETCHER32)
 
 
-def find_codec(found: tuple[Filter, ...], size: int) -> Codec:
+def find_pipeline(found: tuple[Filter, ...], size: int) -> FilterPipeline:
     """Return the decoder for these filters, or raise UnsupportedFilterError; a decoded chunk has `size` bytes."""
     for item in found:
         if item.number not in _DECODERS and not is_plugin(item.number):
@@ -113,7 +114,7 @@ def find_codec(found: tuple[Filter, ...], size: int) -> Codec:
         if item.number == FilterId.LZF and _imagecodecs() is None:
             problem = "its chunks pass through lzf, whose decoder is missing (pip install imagecodecs)"
             raise UnsupportedFilterError(problem)
-    return Codec(found, size)
+    return FilterPipeline(found, size)
 
 
 def _to_malloc(data: MallocBuffer | Bytes) -> MallocBuffer:
@@ -145,13 +146,10 @@ def _unshuffle(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
 
 
 def _decode_lzf(data: Bytes, parameters: tuple[int, ...], size: int) -> Bytes:
-    # Filters that ran before LZF may have enlarged the chunk, so retry with larger buffers.
-    for room in (size, 2 * size + 1_024, 16 * size + 65_536):
-        try:
-            return np.frombuffer(_imagecodecs().lzf_decode(data, out=room), np.uint8)
-        except Exception as error:
-            reason = error
-    raise ValueError(f"lzf: {reason}") from reason
+    try:
+        return np.frombuffer(_imagecodecs().lzf_decode(data, out=size), np.uint8)
+    except RuntimeError as error:  # the base of `imagecodecs.LzfError`
+        raise ValueError(f"lzf: {error}") from error
 
 
 @functools.cache
@@ -203,6 +201,7 @@ def _folded(total: int) -> int:
     return total % 65_535 or (65_535 if total else 0)
 
 
+# The arguments are an encoded chunk, the filter's parameters, and the maximum number of decoded bytes.
 _DECODERS: dict[int, Callable[[Bytes, tuple[int, ...], int], Bytes]] = {
     FilterId.GZIP: _decode_gzip,
     FilterId.SHUFFLE: _unshuffle,

@@ -22,7 +22,7 @@ import h5pack
 from h5pack.errors import DamagedRowsError, PackFormatError
 from h5pack.format.schema import FilterId
 from h5pack.read import codecs
-from h5pack.read.codecs import Codec, MallocBuffer, UnsupportedFilterError, find_codec, fletcher32
+from h5pack.read.codecs import FilterPipeline, MallocBuffer, UnsupportedFilterError, find_pipeline, fletcher32
 from h5pack.read.hdf5 import Filter, filters_of, load_filter
 from tests.data.packs import require_values
 from tests.makers import break_package
@@ -101,8 +101,8 @@ def test_decoding_equals_h5pys(data: st.DataObject) -> None:
 
 def test_a_chunk_is_decoded_once_for_several_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = smooth((40, 10, 100), "u1", 1)
-    decode = Mock(side_effect=Codec.decode)
-    monkeypatch.setattr(Codec, "decode", lambda *call, **checked: decode(*call, **checked))
+    decode = Mock(side_effect=FilterPipeline.decode)
+    monkeypatch.setattr(FilterPipeline, "decode", lambda *call, **checked: decode(*call, **checked))
     engine = engine_of(write(tmp_path / "f.h5", values, "gzip", chunk_rows=10))
     for first in range(0, 10, 2):
         rows = np.arange(first, 40, 10)
@@ -253,7 +253,7 @@ def decode_damaged_chunks(paths: list[Path]) -> bool:
     for path in paths:
         print(path.stem, flush=True)
         with h5py.File(path) as file:
-            codec = find_codec(filters_of(file["x"]), file["x"].nbytes)
+            codec = find_pipeline(filters_of(file["x"]), file["x"].nbytes)
             mask, stored = file["x"].id.read_direct_chunk((0, 0, 0))
         refused = 0
         for bit in range(160):
@@ -292,13 +292,19 @@ def test_few_rows_of_chunks_that_cut_rows_are_read_alone(tmp_path: Path) -> None
 
 
 def test_a_chunk_of_another_size_is_refused() -> None:
-    codec = Codec((Filter(FilterId.GZIP, (4,), "deflate"),), 100)
+    codec = FilterPipeline((Filter(FilterId.GZIP, (4,), "deflate"),), 100)
     for size in (99, 101):
         block = codecs._to_malloc(np.frombuffer(zlib.compress(bytes(size)), np.uint8))
         with pytest.raises(ValueError, match=f"{size} bytes instead of 100"):
             codec.decode(block, 0)
     block = codecs._to_malloc(np.full(100, 7, np.uint8))
     assert (codec.decode(block, 1) == 7).all(), "the filter was left out"
+
+
+def test_too_little_memory_is_not_a_damaged_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "_imagecodecs", lambda: Mock(lzf_decode=Mock(side_effect=MemoryError)))
+    with pytest.raises(MemoryError):
+        FilterPipeline((Filter(FilterId.LZF, (), "lzf"),), 10).decode(MallocBuffer(4), 0)
 
 
 def test_gzip_without_isal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,9 +317,9 @@ def test_gzip_without_isal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_missing_decoder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codecs, "_imagecodecs", lambda: None)
     with pytest.raises(UnsupportedFilterError, match="pip install"):
-        find_codec((Filter(FilterId.LZF, (), "lzf"),), 10)
+        find_pipeline((Filter(FilterId.LZF, (), "lzf"),), 10)
     with pytest.raises(UnsupportedFilterError, match="32026"):
-        find_codec((Filter(32_026, (), "blosc2"),), 10)
+        find_pipeline((Filter(32_026, (), "blosc2"),), 10)
     # Metadata of the earliest version has no checksum, so that the number of the filter can be replaced.
     path = write(tmp_path / "f.h5", smooth((12, 30, 40), "u1", 2), "zstd", libver="earliest")
     number, unknown = FilterId.ZSTD.to_bytes(2, "little"), (33_333).to_bytes(2, "little")
