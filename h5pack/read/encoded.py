@@ -17,6 +17,7 @@ import io
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import h5py
@@ -29,6 +30,7 @@ from h5pack.format import schema
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, read_header
 from h5pack.images.headers import ImageHeader, file_format
 from h5pack.images.masks import read_mask
+from h5pack.read.chunk_decoder import SourceFiles
 from h5pack.read.chunk_index import ChunkIndex, contiguous_group_rows
 from h5pack.read.hdf5 import (
     VERIFY_ADVICE,
@@ -46,6 +48,8 @@ from h5pack.read.virtual import index_rows
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.properties import cached_property
 
+_FETCHED_ROWS = 32
+"""Number of encoded rows that the HDF5 library fetches at once; few, so that their bytes take little memory."""
 FileRow = Callable[[int], tuple[str, int]]
 """`Engine.file_row`, which returns the path of the file that has a row, and the row's number in that file."""
 
@@ -274,12 +278,26 @@ class EncodedIndex(ChunkIndex):
         return calls
 
 
-def split_rows(
-    index: EncodedIndex, rows: npt.NDArray[np.int64], start: int, data: npt.NDArray[np.uint8]
-) -> list[bytes]:
-    """Return the bytes of each row. `data` contains the bytes of the dataset `index.data` from byte `start` on."""
-    firsts, lasts = (index.offsets[rows] - start).tolist(), (index.offsets[rows + 1] - start).tolist()
-    return [data[first:last].tobytes() for first, last in zip(firsts, lasts, strict=True)]
+def encoded_rows(
+    files: SourceFiles, index: ChunkIndex, rows: npt.NDArray[np.int64]
+) -> Iterator[tuple[slice, list[bytes], int]]:
+    """Read the bytes of ascending rows; for each read, yield (slice of `rows`, bytes of each row, call count)."""
+    if not isinstance(index, EncodedIndex):
+        for first in range(0, len(rows), _FETCHED_ROWS):
+            part = slice(first, first + _FETCHED_ROWS)
+            yield part, *files.own.reader.read_bytes(index.name, rows[part])
+        return
+    for part, start, stop in index.reads(rows):
+        if index.library_reason is None:
+            data = np.empty(stop - start, np.uint8)
+            calls = index.read_into(partial(files.storage, index.data), data, start, rows[part])
+        else:
+            runs = index.data.split_by_source(np.arange(start, stop))
+            read = [files.decoder(file).read_through_library(source, there) for file, source, there in runs]
+            data = np.concatenate([np.empty(0, np.uint8), *(one.values for one in read)])
+            calls = sum(one.calls for one in read)
+        edges = (index.offsets[rows[part, None] + [0, 1]] - start).tolist()
+        yield part, [data[first:last].tobytes() for first, last in edges], calls
 
 
 def has_kept_images(file: h5py.File, name: str) -> bool:

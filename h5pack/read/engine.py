@@ -19,7 +19,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from operator import itemgetter
@@ -33,7 +33,7 @@ from h5pack.format import schema
 from h5pack.format.checksums import crc32, row_checksums
 from h5pack.read.chunk_decoder import ChunkDecoder, DecodedDataset, SourceFiles
 from h5pack.read.chunk_index import ChunkIndex
-from h5pack.read.encoded import EncodedIndex, decode_rows, split_rows
+from h5pack.read.encoded import EncodedIndex, decode_rows, encoded_rows
 from h5pack.read.hdf5 import VERIFY_ADVICE
 from h5pack.read.hdf5_reader import H5Reader
 from h5pack.read.mapping import FileMapping, MappedDataset
@@ -75,9 +75,6 @@ if they had 48 KB, and 1.0 if they had 116 KB."""
 _MAX_CHECKED_BYTES = 4 << 30
 """Maximum total size in bytes of mapped files from which `Engine.read_batch` copies rows. Random rows are in all parts
 of the files, and checking once a second that all parts are in the page cache takes 4 ms per GB."""
-
-_FETCHED_ROWS = 32
-"""Number of encoded rows that the HDF5 library fetches at once; few, so that their bytes take little memory."""
 
 
 @cache
@@ -360,7 +357,7 @@ class Engine:
             size = len(rows) * index.row_bytes
             if index.is_encoded:
                 size = calls = 0
-                for part, encoded, count in self._encoded_rows(index, rows):
+                for part, encoded, count in encoded_rows(self.files, index, rows):
                     decode_rows(self.file_row, index, rows[part], encoded, out[part])
                     size, calls = size + sum(map(len, encoded)), calls + count
             else:
@@ -384,29 +381,11 @@ class Engine:
         if not index.dtype.isnative:
             out.byteswap(inplace=True)
 
-    def _encoded_rows(self, index: ChunkIndex, rows: npt.NDArray[np.int64]) -> Iterator[tuple[slice, list[bytes], int]]:
-        """Read the bytes of ascending rows; for each read, yield (slice of `rows`, bytes of each row, call count)."""
-        if not isinstance(index, EncodedIndex):
-            for first in range(0, len(rows), _FETCHED_ROWS):
-                part = slice(first, first + _FETCHED_ROWS)
-                yield part, *self.reader.read_bytes(index.name, rows[part])
-            return
-        for part, start, stop in index.reads(rows):
-            if index.library_reason is None:
-                data = np.empty(stop - start, np.uint8)
-                calls = index.read_into(partial(self.files.storage, index.data), data, start, rows[part])
-            else:
-                runs = index.data.split_by_source(np.arange(start, stop))
-                read = [self.files.decoder(file).read_through_library(source, there) for file, source, there in runs]
-                data = np.concatenate([np.empty(0, np.uint8), *(one.values for one in read)])
-                calls = sum(one.calls for one in read)
-            yield part, split_rows(index, rows[part], start, data), calls
-
     def read_bytes(self, name: str, rows: npt.NDArray[np.int64]) -> list[bytes]:
         """Return the bytes of encoded rows, int64 (n,), in the given order."""
         index = self.indexes[name]
         order = np.argsort(rows, kind="stable")
-        found = [data for _, encoded, _ in self._encoded_rows(index, rows[order]) for data in encoded]
+        found = [data for _, encoded, _ in encoded_rows(self.files, index, rows[order]) for data in encoded]
         return [found[position] for position in np.argsort(order).tolist()]
 
     def read_encoded(self, name: str, rows: npt.NDArray[np.int64]) -> list[bytes]:

@@ -54,7 +54,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def test_bytes_and_pixels_in_every_layout(
     tmp_path: Path, layout: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("h5pack.read.engine._FETCHED_ROWS", 7)
+    monkeypatch.setattr("h5pack.read.encoded._FETCHED_ROWS", 7)
     rows = jpegs(31)
     path = write_encoded(tmp_path / "f.h5", rows, dtype=dtype, **LAYOUTS[layout])
     engine = described(path)
