@@ -110,15 +110,8 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
         if class_folders and split not in bare_splits:
             assert catalog.labels is not None
             front.append(class_folders[int(catalog.labels[index])])
-        parts = []
-        if source.has_names:
-            parts = [_visible(part) for part in name.translate(_PRINTABLE).split("/") if part not in ("", ".", "..")]
-        renamed[index] = source.has_names and "/".join(parts) != name
-        for folder in front:
-            if len(parts) > 1 and parts[0] == folder:
-                del parts[0]
-        path = "/".join((*front, *parts[:-1], _with_suffix(parts[-1], rules.suffixes))) if parts else ""
-        if not path or _too_long(path, rules):
+        path, renamed[index] = _stored_path(name, front, rules) if source.has_names else ("", False)
+        if not path:
             path = "/".join((*front, f"{int(source.rows[index]):0{digits}d}{rules.suffixes[0]}"))
             renamed[index] = source.has_names
         paths.append(path)
@@ -137,11 +130,26 @@ def name_files(source: SourceRows, rules: NameRules) -> ExportNames:
         empty = class_folders.keys() - {schema.NO_LABEL, *np.unique(catalog.labels).tolist()}
         lowest |= {"/".join((*top, *parents[:1], class_folders[label])) for label in empty}
     folders = {str(above) for path in map(PurePosixPath, lowest) for above in (path, *path.parents)} - {"."}
-    for index in _make_distinct(paths, files_of, folders, rules.fold):
-        renamed[index] = source.has_names
+    renamed[[*_make_distinct(paths, files_of, folders, rules.fold)]] = source.has_names
     masks = [NameTable.of(files_of(path)[number] for path in paths) for number in range(1, 1 + len(suffixes))]
-    exact = exact and split_folders == [*split_names]
-    return ExportNames(NameTable.of(paths), tuple(sorted(folders)), int(renamed.sum()), exact and not top, tuple(masks))
+    exact = exact and split_folders == [*split_names] and not top
+    return ExportNames(NameTable.of(paths), tuple(sorted(folders)), int(renamed.sum()), exact, tuple(masks))
+
+
+def _stored_path(name: str, front: list[str], rules: NameRules) -> tuple[str, bool]:
+    """Return the path of a file with a stored name in the folder `front`, and whether the name had to change.
+
+    The path is "" if it would be too long, or if nothing of the name is left.
+    """
+    parts = [_visible(part) for part in name.translate(_PRINTABLE).split("/") if part not in ("", ".", "..")]
+    is_renamed = "/".join(parts) != name
+    for folder in front:
+        if len(parts) > 1 and parts[0] == folder:
+            del parts[0]
+    path = "/".join((*front, *parts[:-1], _with_suffix(parts[-1], rules.suffixes))) if parts else ""
+    encoded = path.encode("utf-8", "surrogatepass")
+    is_long = max(map(len, encoded.split(b"/"))) > rules.max_name_bytes - _SPARE_BYTES
+    return "" if is_long or len(encoded) > _MAX_PATH_BYTES else path, is_renamed
 
 
 def _make_distinct(
@@ -233,12 +241,6 @@ def _with_suffix(name: str, suffixes: tuple[str, ...]) -> str:
     if not stem or not dot or suffix not in IMAGE_SUFFIXES:
         return name + suffixes[0]
     return name if suffix in suffixes else stem + suffixes[0]
-
-
-def _too_long(path: str, rules: NameRules) -> bool:
-    encoded = path.encode("utf-8", "surrogatepass")
-    max_bytes = rules.max_name_bytes - _SPARE_BYTES
-    return len(encoded) > _MAX_PATH_BYTES or max(map(len, encoded.split(b"/"))) > max_bytes
 
 
 @dataclass(frozen=True)
