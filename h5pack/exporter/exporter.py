@@ -54,10 +54,9 @@ from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import flags, require_local, texts, whole_number
 from h5pack.system.processes import MAX_WORKERS, open_executor, run
 from h5pack.system.progress import Stages
-from h5pack.system.text import counted, format_bytes, printable, printable_lines
+from h5pack.system.text import counted, first_lines, format_bytes, printable, printable_lines
 
 _DEFAULT_QUALITY = 95
-_MAX_LISTED = 20
 
 
 @dataclass(frozen=True)
@@ -117,10 +116,8 @@ class ExportReport:
     def damage_text(self) -> str:
         """Return lines of text that list the rows that could not be exported (at most 20)."""
         lines = [f"{self.path}: {counted(len(self.damaged), 'row')} could not be exported"]
-        lines += [f"  row {row.row} ({row.name}): {row.reason}" for row in self.damaged[:_MAX_LISTED]]
-        if len(self.damaged) > _MAX_LISTED:
-            lines.append(f"  and {len(self.damaged) - _MAX_LISTED:,} more")
-        return printable_lines(lines)
+        rows = (f"  row {row.row} ({row.name}): {row.reason}" for row in self.damaged)
+        return printable_lines([*lines, *first_lines(rows, len(self.damaged))])
 
 
 def export(

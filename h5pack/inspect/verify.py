@@ -49,9 +49,8 @@ from h5pack.system.machine import available_cpus
 from h5pack.system.parameters import require_local, whole_number
 from h5pack.system.processes import open_executor, run
 from h5pack.system.progress import Stages
-from h5pack.system.text import counted, printable, printable_lines
+from h5pack.system.text import counted, first_lines, printable, printable_lines
 
-_MAX_LISTED = 20
 _TASK_BYTES = 8 * 1024 * 1024
 _BLOCK_ROWS = 65_536
 
@@ -87,11 +86,8 @@ class VerifyReport:
         for name, rows in sorted(self.damaged.items()):
             damaged = counted(len(rows), "damaged row")
             lines.append(f"{self.path}: {name!r}: {damaged}; restore the file or convert again")
-            for row in rows[:_MAX_LISTED]:
-                origin = self.filenames.get(row)
-                lines.append(f"  row {row}" + (f" ({origin})" if origin is not None else ""))
-            if len(rows) > _MAX_LISTED:
-                lines.append(f"  and {len(rows) - _MAX_LISTED:,} more (the JSON report lists all)")
+            named = (f"  row {row}" + (f" ({self.filenames[row]})" if row in self.filenames else "") for row in rows)
+            lines += first_lines(named, len(rows))
         return printable_lines(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import TextIO
@@ -43,6 +44,12 @@ def first_names(names: Sequence[str], count: int = 8) -> str:
     """Return the first names in quotes, and how many more there are, such as "'a', 'b' and 3 more"."""
     more = f" and {len(names) - count:,} more" if len(names) > count else ""
     return ", ".join(map(repr, names[:count])) + more
+
+
+def first_lines(lines: Iterable[str], total: int, count: int = 20) -> list[str]:
+    """Return the first of `total` lines, and a line that says how many more there are."""
+    more = [f"  and {total - count:,} more (the JSON report lists all)"] if total > count else []
+    return [*itertools.islice(lines, count), *more]
 
 
 def short_repr(value: object) -> str:
