@@ -44,7 +44,7 @@ TURNS = {
 }
 """The operation that turns an image upright, by Exif orientation."""
 
-_SIGNATURES = {"jpeg": b"\xff\xd8\xff", "png": b"\x89PNG\r\n\x1a\n"}
+_SIGNATURES = re.compile(rb"(?P<jpeg>\xff\xd8\xff)|(?P<png>\x89PNG\r\n\x1a\n)")
 _FORMATS = frozenset({
     "AVIF", "BMP", "DDS", "DIB", "GIF", "HEIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD", "QOI",
     "SGI", "TGA", "TIFF", "WEBP",
@@ -97,7 +97,8 @@ class ImageHeader:
 
 def file_format(head: bytes) -> str | None:
     """Return "jpeg" or "png" if the first bytes of an image file are those of this format; else None."""
-    return next((name for name, signature in _SIGNATURES.items() if head.startswith(signature)), None)
+    found = _SIGNATURES.match(head)
+    return None if found is None else found.lastgroup
 
 
 def orientation_of(image: Image.Image) -> int:
