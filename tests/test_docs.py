@@ -183,18 +183,8 @@ def test_the_choices_of_an_option_are_in_its_row_help_and_docstring(command: str
 
 
 def test_every_kind_of_source_is_in_the_overview() -> None:
-    table = page("sources.md").split("\n## ")[0]
-    assert {kind for kind in detect.KINDS if f"`{kind}`" not in table} == set()
-
-
-def test_every_kind_of_source_is_in_all_lists() -> None:
-    """The page on sources, the help of --source, and the docstring of its keyword."""
     (table,) = re.findall(r"^\| SOURCE \|.*?\n\n", page("sources.md"), re.M | re.S)
-    (shown,) = (action.help for action in parsers()["convert"]._actions if "--source" in action.option_strings)
-    described = re.search(r"source_kind : .*?\n((?: {8}.*\n)+)", str(h5pack.convert.__doc__))
     assert set(re.findall(r"`(\w+)`", table)) == set(detect.KINDS)
-    for text in (str(shown), described[1] if described else ""):
-        assert [kind for kind in detect.KINDS if not re.search(rf"\b{kind}\b", text)] == []
 
 
 def test_every_compression_method_is_described_with_its_levels() -> None:

@@ -33,7 +33,7 @@ from h5pack.errors import (
 )
 from h5pack.exporter import exporter
 from h5pack.exporter.exporter import ExportReport, export
-from h5pack.exporter.image_files import open_rows
+from h5pack.exporter.image_files import SUFFIXES, open_rows
 from h5pack.format.checksums import row_checksums
 from h5pack.read.hdf5 import list_datasets
 from h5pack.sources.hdf5_catalog import HDF5Datasets
@@ -690,7 +690,7 @@ def test_masks_of_copied_files_are_turned_as_these_are_stored(tmp_path: Path, mo
         os.unlink("again.h5")
 
 
-@pytest.mark.parametrize("format", ["png", "jpeg"])
+@pytest.mark.parametrize("format", SUFFIXES)
 def test_an_export_of_further_images_can_be_replaced(tmp_path: Path, format: str) -> None:
     root = flat_folder(tmp_path / "in", 6)
     names = sorted(path.name for path in root.iterdir())
