@@ -125,9 +125,11 @@ class HDF5RowReader(SourceReader):
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         if self.form is None:
             return None
-        masks = (self.engine.indexes[name] for name in self.masks)
-        decoded = [self.index] * (not self.engine.can_scatter(self.index))
-        decoded += [index for index in masks if not index.raw and not index.is_encoded]
+        # The first dataset whose chunks must be decoded; if it is one of the masks, they are decoded once per group.
+        masks = (self.engine.indexes[name] for name in self.pixel_fields)
+        decoded = [index for index in masks if not index.raw and not index.is_encoded]
+        if not self.engine.can_scatter(self.index):
+            decoded.insert(0, self.index)
         return decoded[0].groups_of(self._rows(indices)) if decoded else None
 
     def announce(self, indices: Sequence[int]) -> None:

@@ -107,7 +107,6 @@ def test_rows_that_a_failed_fsync_lost_are_written_again(
         assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
-@IN_ONE_ORDER
 def test_killed_again_while_resuming(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:
     out, rounds = tmp_path / "o.h5", 0
     while not out.exists():
