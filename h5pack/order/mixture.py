@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,11 +51,8 @@ class MixturePlan(BatchPlan):
     @cached_property
     def plans(self) -> list[OrderPlan]:
         """The order of each pack for a single rank."""
-        order: dict[str, Any] = {"shuffle": self.shuffle, "window": self.window}
-        return [
-            OrderPlan(rows, _PACK_BATCH, seed=derive_key(self.seed, number), **order)
-            for number, rows in enumerate(self.packs)
-        ]
+        plan = OrderPlan(self.rows, _PACK_BATCH, shuffle=self.shuffle, window=self.window)
+        return [replace(plan, rows=rows, seed=derive_key(self.seed, number)) for number, rows in enumerate(self.packs)]
 
     @cached_property
     def global_batch(self) -> int:
@@ -112,7 +109,7 @@ class MixturePlan(BatchPlan):
             upcoming.clear()
             yield ChunkGroup(rows[order], indices[order], order, [(batch, 0, self.batch_size)], read)
 
-    def steps(self, first: int, begun: Callable[[int, int, Rows], None] | None = None) -> Iterator[Rows]:
+    def steps(self, first: int, begun: Callable[[int, int, Rows], None]) -> Iterator[Rows]:
         """Yield the dataset indices, int64 (global_batch,), of each step from step `first` on, without an end.
 
         ``begun(number, start, indices)`` is called for each chunk group of pack `number`, one group before its rows are
@@ -163,7 +160,7 @@ class _PackOrder:
 
 
 def _pack_groups(
-    mixture: MixturePlan, number: int, first: int, begun: Callable[[int, int, Rows], None] | None
+    mixture: MixturePlan, number: int, first: int, begun: Callable[[int, int, Rows], None]
 ) -> Iterator[Rows]:
     """Yield the dataset indices of each chunk group of pack `number`, without an end.
 
@@ -178,8 +175,7 @@ def _pack_groups(
             indices = group.in_slot_order(group.indices)[skipped:] + start
             skipped = max(0, skipped - len(group.indices))
             if len(indices):
-                if begun is not None:
-                    begun(number, first, indices)
+                begun(number, first, indices)
                 first += len(indices)
                 yield indices
         epoch, batch = epoch + 1, 0
