@@ -311,7 +311,7 @@ def _turned(catalog: Catalog, survey: Survey) -> Catalog:
 
 
 def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey, max_pixels: int) -> None:
-    """Fill `result` for rows of one HDF5 dataset. All have the same size, so no header needs to be read."""
+    """Fill `result` for images that are arrays of one size, so that no header needs to be read."""
     result.heights[:], result.widths[:] = size
     try:
         refuse_bomb(*size, max_pixels)
