@@ -324,18 +324,18 @@ def _row_keys(names: list[bytes], split_ids: npt.NDArray[Any], labels: npt.NDArr
 
 
 def _same_field(file: h5py.File, name: str, values: FieldValues, rows: npt.NDArray[np.int64]) -> bool:
-    """Return whether `rows` of a pack have these values. Boxes and keypoints are not compared: resizing moves them."""
+    """Return whether `rows` of a pack have these values. Of boxes and keypoints, compare only how many there are."""
     path = schema.field_path(name)
     if not isinstance(file.get(path), h5py.Group if isinstance(values, RaggedRows) else h5py.Dataset):
         return False
     if not isinstance(values, RaggedRows):
         return np.array_equal(row_checksums(file[path][()][rows]), row_checksums(values))
-    if values.kind in schema.POINT_KINDS:
-        return True
     index = index_ragged(file, path)
     found = RaggedRows(index.kind, file[index.data.name][()], index.offsets, index.classes)[rows]
     same = found.kind == values.kind and same_names(found.classes, values.classes)
-    same = same and np.array_equal(found.offsets, values.offsets)
+    same = same and np.array_equal(found.offsets, values.offsets) and found.data.shape == values.data.shape
+    if values.kind in schema.POINT_KINDS:
+        return same  # The coordinates in the pack are those in the resized images.
     return same and np.array_equal(found.data, values.data, equal_nan=values.data.dtype.kind == "f")
 
 

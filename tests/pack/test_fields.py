@@ -105,10 +105,12 @@ def test_a_complete_pack_is_that_of_a_source_with_the_same_fields(tmp_path: Path
     source, out = tmp_path / "in" / "list.jsonl", tmp_path / "o.h5"
     h5pack.convert(source, out, **quick(**FIELDS))
     assert h5pack.convert(source, out, **quick(**FIELDS), resume=True).already_complete
-    values = {"caption": "another", "captions": ["x"], "score": 9.0, "sizes": [[8, 2]]}
+    more = [[0, 1, 2, 3]] * (1 + len(records[4]["boxes"]))
+    values = {"caption": "another", "captions": ["x"], "score": 9.0, "sizes": [[8, 2]], "boxes": more, "points": []}
     tables = [[*records[:4], {**records[4], name: value}, *records[5:]] for name, value in values.items()]
-    # Numbers become lists of different lengths.
+    # Numbers become lists of different lengths, and points lose their visibility.
     tables.append([{**record, "score": [1] * (number % 2)} for number, record in enumerate(records)])
+    tables.append([{**record, "points": [point[:2] for point in record["points"]]} for record in records])
     for table in tables:
         source.write_text("".join(f"{json.dumps(record)}\n" for record in table))
         with pytest.raises(OutputExistsError):
