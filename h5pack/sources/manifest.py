@@ -55,7 +55,7 @@ _PROBED = 100
 _MANY = 10  # with fewer images than this, a large number of classes is not worth a note
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ManifestColumns:
     """The roles of a manifest's columns. By default, columns are found by common names such as "path" and "label"."""
 

@@ -310,7 +310,7 @@ def test_invalid_options_and_options_of_other_kinds_of_sources_are_refused(tmp_p
     path = write(tmp_path / "f.h5", x=IMAGES)
     for source, options, parameter in (
         (root, SourceOptions(datasets=HDF5Datasets("x")), "images"),
-        (path, SourceOptions(columns=ManifestColumns("x")), "path_column"),
+        (path, SourceOptions(columns=ManifestColumns(path="x")), "path_column"),
         (path, SourceOptions("flat"), "source_kind='flat'"),
         (root, SourceOptions("hdf5"), "source_kind='hdf5'"),
     ):

@@ -160,7 +160,7 @@ def test_fields_and_splits_come_from_json_and_file_names(tmp_path: Path) -> None
     assert rows_of(captions.fields["box"]) == ("boxes", [[], [[1, 2, 3, 4]]])
     for columns, unused in (
         (ManifestColumns(root="x", labels=("a",)), ("root",)),
-        (ManifestColumns("x", images=("a",)), ("path_column", "image_columns")),
+        (ManifestColumns(path="x", images=("a",)), ("path_column", "image_columns")),
     ):
         with pytest.raises(OptionsError) as caught:
             opened(tmp_path, columns=columns)
