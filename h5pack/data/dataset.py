@@ -375,7 +375,7 @@ class H5Dataset(BatchSource):
             If rows differ from their checksums and ``check=True``, or if a text is malformed.
         """
         images, found, placement = self.engine.indexes[self.names[0]], list[list[Any]](), None
-        is_moved = any(index.kind in schema.POINT_KINDS for index in self.ragged.values())
+        is_moved = any(index.kind in schema.COORDINATE_KINDS for index in self.ragged.values())
         if is_moved and self.decoder is not None and isinstance(images, EncodedIndex):
             placement = self.decoder.placement(rows, images.image_sizes[rows], key)
         for name, index in self.ragged.items():
@@ -383,7 +383,7 @@ class H5Dataset(BatchSource):
             if index.kind in schema.TEXT_KINDS:
                 found.append(texts_of(self.engine, name, rows, values))
             else:
-                if placement is not None and index.kind in schema.POINT_KINDS:
+                if placement is not None and index.kind in schema.COORDINATE_KINDS:
                     values = placement.moved(values)
                 found.append(split_list(values.data, np.diff(values.offsets).tolist()))
         return found

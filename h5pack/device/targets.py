@@ -15,6 +15,7 @@ import torch
 
 from h5pack.device.augment import AugmentationDraws
 from h5pack.errors import OptionsError
+from h5pack.format import schema
 from h5pack.images.crops import CenterCrop, RandomResizedCrop, ResizedCrop
 from h5pack.system.parameters import invalid
 
@@ -120,21 +121,22 @@ def move_field(kind: str, field: Any, axes: Axes) -> Any:
         If the field does not have the shape of its kind, or does not have as many entries as there are images.
     """
     count, size = len(axes[0].flip), (axes[0].input, axes[1].input)
-    fits = _SHAPES[kind]
-    if kind != "mask" and isinstance(field, (list, tuple)):
-        valid = all(isinstance(one, torch.Tensor) and one.ndim == 2 and fits(one.shape, size) for one in field)
+    (move, wanted), shapes = _MOVERS[kind], schema.KINDS[kind].shapes
+    valid = False
+    if isinstance(field, torch.Tensor):
+        valid = is_mask(field.shape, size) if kind == schema.MASK else field.ndim > 1 and field.shape[-1:] in shapes
+    elif isinstance(field, (list, tuple)) and kind != schema.MASK:
         # The tensors are concatenated, so they must have equal numbers of columns.
+        valid = all(isinstance(one, torch.Tensor) and one.shape[1:] in shapes for one in field)
         valid = valid and len({one.shape[1] for one in field}) < 2
-    else:
-        valid = isinstance(field, torch.Tensor) and fits(field.shape, size)
     if not valid or len(field) != count:
         found = f"has shape {tuple(field.shape)}" if isinstance(field, torch.Tensor) else f"is a {type(field).__name__}"
         raise OptionsError(
             f"a field of kind {kind!r} {found}, which does not fit {count} images of {size[0]} x {size[1]} pixels; "
-            f"give {_WANTED[kind]}",
+            f"give {wanted}",
             parameters=("fields",),
         )
-    return _MOVERS[kind](field, axes)
+    return move(field, axes)
 
 
 def move_masks(masks: torch.Tensor, axes: Axes) -> torch.Tensor:
@@ -251,32 +253,26 @@ def is_mask(shape: tuple[int, ...], size: Size) -> bool:
     return len(shape) in (3, 4) and size in (shape[1:3], shape[-2:])
 
 
-_SHAPES: dict[str, Callable[[tuple[int, ...], Size], bool]] = {
-    "mask": is_mask,
-    "boxes": lambda shape, size: len(shape) > 1 and shape[-1] == 4,
-    "keypoints": lambda shape, size: len(shape) > 1 and shape[-1] in (2, 3),
+_MOVERS: dict[str, tuple[Callable[[Any, Axes], Any], str]] = {
+    schema.MASK: (move_masks, "a tensor (N, H, W), (N, H, W, C) or (N, C, H, W)"),
+    schema.BOXES: (move_boxes, "a tensor (N, ..., 4) or a list of N tensors (n, 4)"),
+    schema.KEYPOINTS: (
+        move_keypoints,
+        "a tensor (N, ..., 2) or (N, ..., 3), or a list of N tensors (n, 2) or (n, 3)",
+    ),
 }
-_WANTED = {
-    "mask": "a tensor (N, H, W), (N, H, W, C) or (N, C, H, W)",
-    "boxes": "a tensor (N, ..., 4) or a list of N tensors (n, 4)",
-    "keypoints": "a tensor (N, ..., 2) or (N, ..., 3), or a list of N tensors (n, 2) or (n, 3)",
-}
-_MOVERS: dict[str, Callable[[Any, Axes], Any]] = {
-    "mask": move_masks,
-    "boxes": move_boxes,
-    "keypoints": move_keypoints,
-}
+"""For each kind of field: the function that moves fields of this kind, and the shapes of such fields, for messages."""
 
 
 def checked_fields(fields: Any) -> dict[Hashable, str | None]:
     """Return the option `fields` of `Normalize` as a dict; raise OptionsError if it is not a mapping to known kinds."""
     if fields is None:
         return {}
-    known = ", ".join(map(repr, (*_WANTED, None)))
+    known = ", ".join(map(repr, (*_MOVERS, None)))
     if not isinstance(fields, Mapping):
         raise invalid("fields", fields, f"give a dict from names of the batch's elements to one of {known}")
     for name, kind in fields.items():
-        if kind not in (*_WANTED, None):
+        if kind not in (*_MOVERS, None):
             problem = f"fields[{name!r}] is {kind!r}; it must be one of {known}"
             raise OptionsError(problem, parameters=("fields",))
     return dict(fields)

@@ -149,7 +149,7 @@ class ImageTransform:
         pack = _pack_of(dataset)
         self._gives_rows = None if pack is None else pack.with_rows
         kinds = {} if pack is None else pack.kinds
-        self._moving = {name: kind for name, kind in kinds.items() if kind in schema.POINT_KINDS}
+        self._moving = {name: kind for name, kind in kinds.items() if kind in schema.COORDINATE_KINDS}
         if self.keyed and self._gives_rows is False:
             raise OptionsError(
                 f"the transform {self._name} needs row numbers, but the dataset's batches have none; {_ADVICE}"

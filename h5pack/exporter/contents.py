@@ -250,7 +250,7 @@ class ManifestColumn:
     name: str
     values: npt.NDArray[Any] | NameTable | RaggedRows  # (n,), one value per row
     words: tuple[str, ...] | None = None
-    option: str | None = None  # the option of `h5pack convert` that must name this column; None if there is none
+    parameter: str | None = None  # the parameter of `h5pack.convert` that must name this column; None if there is none
 
     def cells(self, start: int, stop: int) -> list[Any]:
         """Return the cells of rows `start` to `stop` - 1: str, int or float."""
@@ -272,18 +272,7 @@ class ManifestColumn:
         return cells.tolist()  # type: ignore[no-any-return]
 
 
-_LABELS = "--label-columns"
-_OPTIONS = {
-    schema.ARRAY: "--field-columns",
-    schema.RAGGED: "--field-columns",
-    schema.BOXES: "--box-columns",
-    schema.KEYPOINTS: "--keypoint-columns",
-    schema.TEXT: "--text-columns",
-    schema.TEXTS: "--text-columns",
-    schema.MASK: "--mask-columns",
-    schema.IMAGE: "--image-columns",
-}
-"""The option of `h5pack convert` that names a column of a field, by the kind of the field."""
+_LABELS = "label_columns"
 
 
 @dataclass(frozen=True)
@@ -310,7 +299,7 @@ class Manifest:
         """Write the manifest without the rows in `left_out`, which have no file."""
         with path.open("w", newline="", encoding="utf-8") as stream:
             # Texts may contain carriage returns, which older versions of Python do not quote by themselves.
-            has_texts = any(column.option == "--text-columns" for column in self.columns)
+            has_texts = any(column.parameter == "text_columns" for column in self.columns)
             quoting: Any = csv.QUOTE_ALL if has_texts else csv.QUOTE_MINIMAL
             csv.writer(stream, lineterminator="\n", quoting=quoting).writerows(self.lines(left_out))
 
@@ -336,9 +325,9 @@ class Manifest:
             lost = ("the order of rows",) if order is None else ()
         else:
             words = ["h5pack", "convert", str(folder / MANIFEST), "again.h5", "--order", "sorted"]
-            for option in (_LABELS, *dict.fromkeys(_OPTIONS.values())):
-                named = [column.name for column in self.columns if column.option == option]
-                words += [option, ",".join(named)] if named else []
+            for parameter in (_LABELS, *dict.fromkeys(kind.parameter for kind in schema.KINDS.values())):
+                named = [column.name for column in self.columns if column.parameter == parameter]
+                words += [f"--{parameter.replace('_', '-')}", ",".join(named)] if named else []
         form = source.reader.form
         if form is not None and form.channels(source.reader.index.row_shape) in (1, 2):
             words += ["--mode", "gray"]
@@ -420,8 +409,8 @@ def _labels(catalog: Catalog, name: Callable[[str], str], lost: list[str]) -> li
         return []
     if labels.ndim == 2:
         assert names is not None
-        option = _LABELS if len(names) > 1 else None
-        columns = [ManifestColumn(name(one), labels[:, number], option=option) for number, one in enumerate(names)]
+        parameter = _LABELS if len(names) > 1 else None
+        columns = [ManifestColumn(name(one), labels[:, number], None, parameter) for number, one in enumerate(names)]
         changed = [(column, made.name) for column, made in zip(names, columns, strict=True) if column != made.name]
         if changed:
             lost.append("the names of label columns ({!r} becomes {!r})".format(*changed[0]))
@@ -466,7 +455,7 @@ def _field(field: str, values: FieldValues, name: Callable[[str], str], lost: li
         return
     lost.append(f"the shape of the field {field!r}: each of its numbers becomes a column")
     for number, column in enumerate(data.reshape(len(data), count).T):
-        yield ManifestColumn(name(f"{field}.{number}"), column, option=_OPTIONS[kind])
+        yield ManifestColumn(name(f"{field}.{number}"), column, parameter=schema.KINDS[kind].parameter)
 
 
 def _column(field: str, values: Any, kind: str, name: Callable[[str], str], lost: list[str]) -> ManifestColumn:
@@ -474,7 +463,7 @@ def _column(field: str, values: Any, kind: str, name: Callable[[str], str], lost
     column = name(field)
     if column != field:
         lost.append(f"the name of the field {field!r}, which becomes {column!r}")
-    return ManifestColumn(column, values, option=_OPTIONS[kind])
+    return ManifestColumn(column, values, parameter=schema.KINDS[kind].parameter)
 
 
 def _lost_splits(catalog: Catalog) -> Iterator[str]:

@@ -146,21 +146,21 @@ def parse_ragged(values: Sequence[Any], kind: str = schema.RAGGED, box_format: s
     - A number of a box or keypoint is not finite.
     - A box has a negative width or height.
     """
-    inner: tuple[int, ...] | None = {schema.BOXES: (4,)}.get(kind)
+    shapes, inner = schema.KINDS[kind].shapes, None
     arrays: list[npt.NDArray[Any] | None] = []
     kinds: set[str] = set()
     for row, value in enumerate(values):
         array = _numbers_of(row, value)
         if array is not None:
-            if inner is None and (kind != schema.KEYPOINTS or array.shape[1:] in ((2,), (3,))):
+            if inner is None and (not shapes or array.shape[1:] in shapes):
                 inner = array.shape[1:]
             if array.shape[1:] != inner:
-                wanted = "lists of 2 or 3 numbers" if inner is None else _entries_text(inner)
+                wanted = _entries_text(*shapes) if inner is None else _entries_text(inner)
                 raise FieldValueError(row, f"has {_entries_text(array.shape[1:])} as entries, which must be {wanted}")
             kinds.add(array.dtype.kind)
         arrays.append(array)
     dtype = np.int64 if kind == schema.RAGGED and kinds and kinds <= set("biu") else np.float64
-    empty = np.zeros((0, *(inner or ((2,) if kind == schema.KEYPOINTS else ()))), dtype)
+    empty = np.zeros((0, *(inner or next(iter(shapes), ()))), dtype)
     found = RaggedRows.of(kind, [empty if array is None else array for array in arrays], empty)
     if kind != schema.RAGGED:
         _require_numbers(found, ~np.isfinite(found.data).all(axis=1), "which is not finite")
@@ -196,8 +196,9 @@ def _is_rounded(value: Any, array: npt.NDArray[Any]) -> bool:
     return all(isinstance(number, Integral) for number in np.asarray(value, object).flat)
 
 
-def _entries_text(shape: tuple[int, ...]) -> str:
-    return f"lists of {'x'.join(map(str, shape))} numbers" if shape else "single numbers"
+def _entries_text(*shapes: tuple[int, ...]) -> str:
+    sizes = ["x".join(map(str, shape)) for shape in shapes]
+    return f"lists of {' or '.join(sizes)} numbers" if any(sizes) else "single numbers"
 
 
 def is_numeric_dtype(dtype: np.dtype[Any]) -> bool:

@@ -42,14 +42,35 @@ TEXT = "text"
 TEXTS = "texts"
 MASK = "mask"
 IMAGE = "image"
-RAGGED_KINDS = (BOXES, KEYPOINTS, RAGGED, TEXT, TEXTS)
+COORDINATE_KINDS = (BOXES, KEYPOINTS)
+TEXT_KINDS = (TEXT, TEXTS)
+RAGGED_KINDS = (*COORDINATE_KINDS, RAGGED, *TEXT_KINDS)
 """Kinds of fields whose rows differ in length. Such a field is a group of two datasets, `FIELD_DATA` and
 `FIELD_OFFSETS`."""
-TEXT_KINDS = (TEXT, TEXTS)
-POINT_KINDS = (BOXES, KEYPOINTS)
 PIXEL_KINDS = (MASK, IMAGE)
-MOVED_KINDS = (*PIXEL_KINDS, *POINT_KINDS)
+MOVED_KINDS = (*PIXEL_KINDS, *COORDINATE_KINDS)
 """Kinds of fields that must be transformed with their image when the image is cropped or resized."""
+
+
+@dataclass(frozen=True)
+class FieldKind:
+    """What the fields of one kind have in common."""
+
+    parameter: str  # the parameter of `h5pack.convert` that names columns of this kind
+    dtype: str | None = None  # the dtype of `FIELD_DATA`; None: any
+    shapes: tuple[tuple[int, ...], ...] = ()  # the possible shapes of an entry of `FIELD_DATA`; (): any
+
+
+KINDS = {
+    ARRAY: FieldKind("field_columns"),
+    BOXES: FieldKind("box_columns", "<f4", ((4,),)),
+    KEYPOINTS: FieldKind("keypoint_columns", "<f4", ((2,), (3,))),
+    RAGGED: FieldKind("field_columns"),
+    TEXT: FieldKind("text_columns", "u1", ((),)),
+    TEXTS: FieldKind("text_columns", "u1", ((),)),
+    MASK: FieldKind("mask_columns"),
+    IMAGE: FieldKind("image_columns"),
+}
 
 # Attributes of fields.
 KIND = "kind"

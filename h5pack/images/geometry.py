@@ -70,7 +70,7 @@ class Placement:
 
     def moved(self, rows: RaggedRows) -> RaggedRows:
         """Return boxes or keypoints, float32, moved with their images; row i belongs to image i."""
-        move = self.boxes if rows.kind == schema.BOXES else self.points
+        move = {schema.BOXES: self.boxes, schema.KEYPOINTS: self.points}[rows.kind]
         data = move(rows.data.astype(np.float64), np.diff(rows.offsets))
         return replace(rows, data=data.astype(np.float32))
 

@@ -280,7 +280,7 @@ def require_suitable(source: str, catalog: Catalog, options: ConvertOptions) -> 
         training_split(source, catalog, options.val)  # Raises OptionsError if no split can be divided.
     if options.group_field is not None:
         # The catalog of a map-style dataset has no fields before the survey. The options name its later fields.
-        of_samples = (*options.fields, *options.box_columns, *options.keypoint_columns)
+        of_samples = (*options.fields, *(name for name, _ in options.source_options.columns.coordinates))
         require_field(source, catalog, options.group_field, of_samples if catalog.reader.has_labels else catalog.fields)
 
 

@@ -334,7 +334,7 @@ def _same_field(file: h5py.File, name: str, values: FieldValues, rows: npt.NDArr
     found = RaggedRows(index.kind, file[index.data.name][()], index.offsets, index.classes)[rows]
     same = found.kind == values.kind and same_names(found.classes, values.classes)
     same = same and np.array_equal(found.offsets, values.offsets) and found.data.shape == values.data.shape
-    if values.kind in schema.POINT_KINDS:
+    if values.kind in schema.COORDINATE_KINDS:
         return same  # The coordinates in the pack are those in the resized images.
     return same and np.array_equal(found.data, values.data, equal_nan=values.data.dtype.kind == "f")
 

@@ -256,7 +256,7 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
     placed = {
         name: rows
         for name, rows in catalog.fields.items()
-        if isinstance(rows, RaggedRows) and rows.kind in schema.POINT_KINDS
+        if isinstance(rows, RaggedRows) and rows.kind in schema.COORDINATE_KINDS
     }
     if not placed:
         return catalog

@@ -73,8 +73,8 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
     if data.ndim < 1 or not is_numeric_dtype(data.dtype) or 0 in data.shape[1:]:
         problem = f"is {data.dtype} {data.shape}, not rows of numbers; {VERIFY_ADVICE}"
         raise dataset_error(file.filename, data_name, problem)
-    wanted = _WANTED.get(kind)
-    if wanted is not None and not (data.dtype == wanted[0] and data.shape[1:] in wanted[1]):
+    wanted = schema.KINDS[kind]
+    if wanted.shapes and not (data.dtype == wanted.dtype and data.shape[1:] in wanted.shapes):
         problem = f"is {data.dtype} {data.shape}, which does not fit the kind {kind!r}; {VERIFY_ADVICE}"
         raise dataset_error(file.filename, data_name, problem)
     box_format = text(file[name].attrs.get(schema.BOX_FORMAT, schema.XYXY))
@@ -100,15 +100,6 @@ def require_known_kind(file: h5py.File, name: str) -> None:
 
 def _unknown_kind(file: h5py.File, name: str, kind: str) -> PackFormatError:
     return dataset_error(file.filename, name, f"is of the unknown kind {kind!r}; use a newer version of h5pack")
-
-
-_WANTED: dict[str, tuple[str, tuple[tuple[int, ...], ...]]] = {
-    schema.BOXES: ("<f4", ((4,),)),
-    schema.KEYPOINTS: ("<f4", ((2,), (3,))),
-    schema.TEXT: ("u1", ((),)),
-    schema.TEXTS: ("u1", ((),)),
-}
-"""For kinds of fields with a fixed dtype: the dtype of the data, and the possible shapes of an entry."""
 
 
 def read_ragged(engine: Engine, index: RaggedIndex, rows: npt.NDArray[np.int64], *, check: bool = False) -> RaggedRows:

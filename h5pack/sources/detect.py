@@ -43,10 +43,11 @@ _DATASET_PARAMETERS = {name: name for name in ("images", "labels", "fields", "ch
 COLUMN_PARAMETERS = {
     "root": "root", "path": "path_column", "labels": "label_columns", "split": "split_column",
     "fields": "field_columns", "masks": "mask_columns", "images": "image_columns", "texts": "text_columns",
-    "boxes": "box_columns", "keypoints": "keypoint_columns", "box_format": "box_format",
+    **{kind: schema.KINDS[kind].parameter for kind in schema.COORDINATE_KINDS}, "box_format": "box_format",
 }  # fmt: skip
 _OF_SHARDS = {*COLUMN_PARAMETERS.values()} - {"root", "mask_columns", "image_columns"}
-_OF_SAMPLES = {"fields", "box_columns", "keypoint_columns", "box_format"}  # name keys of a dataset's samples
+# These name keys of a dataset's samples.
+_OF_SAMPLES = {"fields", "box_format", *(schema.KINDS[kind].parameter for kind in schema.COORDINATE_KINDS)}
 _FOLDER_ADVICE = (
     "check the path, select files of other suffixes with include, or give a dataset in Python that reads them"
 )

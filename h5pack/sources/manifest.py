@@ -66,8 +66,9 @@ class ManifestColumns:
     root: str | None = None  # folder that relative paths start from; default: the manifest's folder
     # Each of the columns below becomes a field of the pack, too.
     texts: tuple[str, ...] = ()  # columns of text
-    boxes: tuple[str, ...] = ()  # columns of lists of boxes
-    keypoints: tuple[str, ...] = ()  # columns of lists of points
+    # Columns of lists, each with the name of its kind (`schema.COORDINATE_KINDS`).
+    boxes: tuple[str, ...] = ()
+    keypoints: tuple[str, ...] = ()
     box_format: str = schema.XYXY  # format of all `boxes`, one of `h5pack.format.fields.BOX_FORMATS`
     masks: tuple[str, ...] = ()  # columns of paths of masks
     images: tuple[str, ...] = ()  # columns of paths of further images
@@ -80,18 +81,17 @@ class ManifestColumns:
     @property
     def all_fields(self) -> tuple[str, ...]:
         """All columns that become fields."""
-        return (*self.fields, *self.texts, *self.boxes, *self.keypoints, *self.paths)
+        return (*self.fields, *self.texts, *(name for name, _ in self.coordinates), *self.paths)
+
+    @property
+    def coordinates(self) -> tuple[tuple[str, str], ...]:
+        """The columns of boxes and keypoints, and the kind of each."""
+        return tuple((name, kind) for kind in schema.COORDINATE_KINDS for name in getattr(self, kind))
 
     @property
     def named(self) -> tuple[str, ...]:
         """All columns that the user named. Only the others are found by usual names."""
         return (*self.labels, *self.all_fields, *filter(None, (self.path, self.split)))
-
-    def points_kind(self, name: str) -> tuple[str, str] | None:
-        """Return the kind of a field of boxes or keypoints, and the parameter that names it; None for other fields."""
-        if name in self.boxes:
-            return schema.BOXES, "box_columns"
-        return (schema.KEYPOINTS, "keypoint_columns") if name in self.keypoints else None
 
 
 def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalog:
@@ -205,12 +205,11 @@ def _field(table: TextTable, name: str, columns: ManifestColumns) -> FieldValues
     values = table.values(name)
     if name in columns.texts:
         return _parsed(table, name, "text_columns", lambda: parse_texts(_listed_texts(values)))
-    points = columns.points_kind(name)
-    if points is None and not any(_is_list(value) for value in values):
+    kind = dict(columns.coordinates).get(name, schema.RAGGED)
+    if kind == schema.RAGGED and not any(_is_list(value) for value in values):
         return numbers(table, name)
-    kind, parameter = points or (schema.RAGGED, "field_columns")
     lists = _lists(table, name, values)
-    return _parsed(table, name, parameter, lambda: parse_ragged(lists, kind, columns.box_format))
+    return _parsed(table, name, schema.KINDS[kind].parameter, lambda: parse_ragged(lists, kind, columns.box_format))
 
 
 def _parsed(table: TextTable, name: str, parameter: str, parse: Callable[[], FieldValues]) -> FieldValues:

@@ -185,7 +185,7 @@ def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> C
     found: dict[str, FieldValues] = {}
     for name in reader.fields.all_fields:
         values = [None if sample is None else sample[name] for sample in samples]
-        kind, parameter = reader.fields.points_kind(name) or (schema.ARRAY, "fields")
+        kind = dict(reader.fields.coordinates).get(name, schema.ARRAY)
         try:
             if kind == schema.ARRAY:
                 found[name] = parse_values(values)
@@ -194,6 +194,7 @@ def with_fields(catalog: Catalog, samples: Sequence[dict[str, Any] | None]) -> C
                 lists = [None if value is None or np.size(value) == 0 else value for value in values]
                 found[name] = parse_ragged(lists, kind, reader.fields.box_format)
         except FieldValueError as error:
+            parameter = "fields" if kind == schema.ARRAY else schema.KINDS[kind].parameter
             raise SourceError(
                 f"{catalog.shown(error.row)} of the dataset: {name!r} {error}; leave it out of {parameter}",
                 rows=[reader.sample_index(error.row)],

@@ -8,6 +8,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,7 +17,10 @@ from h5pack.device.augment import AugmentationDraws
 from h5pack.device.normalize import Normalize
 from h5pack.device.targets import Axes, axes_of, move_boxes, move_field, move_keypoints, move_masks
 from h5pack.errors import OptionsError
+from h5pack.format import schema
+from h5pack.format.fields import RaggedRows
 from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop
+from h5pack.images.geometry import Placement
 from tests.device.feeds import needs_gpu
 from tests.device.test_kernels import Dispatched
 
@@ -151,6 +155,22 @@ def test_boxes_and_keypoints_move_by_exact_coordinates(name: str) -> None:
         assert [len(one) for one in some] == counts
         assert all(torch.equal(one, points[n, : len(one), :numbers]) for n, one in enumerate(some))
     assert move_boxes([], axes) == []
+
+
+@every_crop
+@pytest.mark.parametrize("kind", schema.COORDINATE_KINDS)
+def test_coordinates_move_as_in_decoded_crops(name: str, kind: str) -> None:
+    axes, lines = axes_and_lines(name, 3)
+    # Decoded crops are not flipped.
+    rows, columns = (replace(axis, flip=torch.zeros_like(axis.flip)) for axis in axes)
+    numbers = np.array([[[float(part) for part in line[:3]] for line in (x, y)] for y, x in lines])
+    placement = Placement(*numbers.transpose(2, 0, 1))
+    for shape in schema.KINDS[kind].shapes:
+        entries = (13 * torch.rand(COUNT, 5, *shape, generator=torch.Generator().manual_seed(7))).sort().values
+        ragged = RaggedRows.of(kind, [one.numpy() for one in entries], np.zeros((0, *shape)))
+        moved = torch.from_numpy(placement.moved(ragged).data)
+        assert not torch.equal(moved, entries.flatten(0, 1))
+        torch.testing.assert_close(torch.cat(move_field(kind, list(entries), (rows, columns))), moved)
 
 
 def _tensor(rows: list[list[Any]]) -> torch.Tensor:

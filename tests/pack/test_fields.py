@@ -9,9 +9,12 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+import torch
+from PIL import Image
 
 import h5pack
 from h5pack.errors import OptionsError, OutputExistsError, ResumeError
+from h5pack.format import schema
 from h5pack.pack.conversion import Conversion
 from tests.crashing import convert_in_child, distinct_steps, leftovers, require_resumes
 from tests.makers import FIELDS, annotated_images, quick, truncate
@@ -164,3 +167,48 @@ def test_columns_of_fields_need_a_manifest(tmp_path: Path) -> None:
     for settings in ({"box_columns": "a"}, {"text_columns": "a"}, {"keypoint_columns": "a"}, {"box_format": "xywh"}):
         with pytest.raises(OptionsError):
             h5pack.convert(tmp_path / "in", tmp_path / "o.h5", **quick(**settings))
+
+
+class Samples(list[dict[str, Any]]):
+    """The records of `annotated_images` as a map-style dataset."""
+
+    def __init__(self, folder: Path, records: list[dict[str, Any]]) -> None:
+        super().__init__({"image": Image.open(folder / one["path"]), "moved": one["moved"]} for one in records)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(kind, shape) for kind in schema.COORDINATE_KINDS for shape in schema.KINDS[kind].shapes]
+)
+def test_coordinates_of_each_kind_are_packed_exported_and_moved(
+    tmp_path: Path, kind: str, shape: tuple[int, ...]
+) -> None:
+    parameter, crop = schema.KINDS[kind].parameter, h5pack.CenterCrop(8, resize=16)
+    records, settings = annotated_images(tmp_path / "in", 6), quick(order="sorted", **{parameter: "moved"})
+    for number, record in enumerate(records):
+        # Ascending numbers are valid for each kind.
+        record["moved"] = (2 + np.arange(number % 3 * shape[0])).reshape(-1, *shape).tolist()
+    source = tmp_path / "in" / "list.jsonl"
+    source.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    h5pack.convert(source, tmp_path / "a.h5", **settings)
+    h5pack.convert(source, tmp_path / "kept.h5", **settings, keep="jpeg")
+    h5pack.convert(Samples(tmp_path / "in", records), tmp_path / "samples.h5", **settings)
+    report = h5pack.convert(
+        Samples(tmp_path / "in", records), tmp_path / "v.h5", **settings, val=0.5, val_groups="moved"
+    )
+    assert report.images == 6
+    h5pack.convert(tmp_path / "a.h5", tmp_path / "again.h5", **quick(order="sorted"))
+    exported = h5pack.export(tmp_path / "a.h5", tmp_path / "out", num_workers=1)
+    assert f"--{parameter.replace('_', '-')} moved" in exported.again
+    h5pack.convert(tmp_path / "out" / "manifest.csv", tmp_path / "exported.h5", **settings)
+    for name in ("a", "kept", "samples", "again", "exported"):
+        dataset = h5pack.H5Dataset(tmp_path / f"{name}.h5", labels=None, fields="moved", check=True)
+        assert dataset.kinds == {"moved": kind}
+        assert [sample.moved.tolist() for sample in dataset[:]] == [record["moved"] for record in records], name
+    loaded, decoded = (
+        h5pack.H5Dataset(tmp_path / name, labels=None, fields="moved", decode=decode)
+        for name, decode in (("a.h5", None), ("kept.h5", crop))
+    )
+    loader = h5pack.H5Loader(loaded, 6, shuffle=False)
+    (batch,) = h5pack.DeviceFeed(loader, "cpu", transform=h5pack.Normalize(crop=crop, fields={"moved": kind}))
+    torch.testing.assert_close(batch.moved, [sample.moved for sample in decoded[:]])
+    assert not torch.equal(batch.moved[5], loaded[5].moved)
