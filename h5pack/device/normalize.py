@@ -33,20 +33,13 @@ from h5pack.data.draws import BatchKey, cached_table, signed
 from h5pack.device.augment import Augmentation, AugmentationDraws, Changes, ColorJitter, draw_augmentation, fixed_draws
 from h5pack.device.loader_wrapper import base_datasets
 from h5pack.device.operations import (
-    apply_color,
-    apply_color_on_cpu,
     checked_statistics,
-    crop_and_flip,
-    crop_and_flip_on_cpu,
-    erase_mask,
-    erase_on_cpu,
     fixed_window,
     scale_constants,
-    scale_into,
-    scale_whole,
     stored_statistics,
+    transform_into,
+    transformed,
 )
-from h5pack.device.resize import find_taps, resize, resize_on_cpu
 from h5pack.device.targets import checked_fields
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, ResizedCrop
@@ -262,18 +255,18 @@ class Normalize:
             (top, _), (left, _) = self.augmentation.windows(height, width)
             pixels = fixed_window(pixels, top, left, size)
         constants = self._constant_tensor(images.device, channels)
-        if torch.compiler.is_compiling():
-            # torch.compile fuses the operations into one kernel.
-            return self._by_operations(pixels, constants, draws, changes, size, out)
         if self._by_triton(images.device):
             target = self._empty(pixels, size) if out is None else out
             args = (target, pixels, constants, draws, changes)
             kernel = "normalize" if changes.resize is None else "resize"
             if self._launched(images.device, kernel, *args) is not None:
                 return target
-        if images.device.type != "cpu" or not pixels.numel():
-            return self._by_operations(pixels, constants, draws, changes, size, out)
-        return self._on_cpu(pixels, constants, draws, changes, self._empty(pixels, size) if out is None else out)
+        if torch.compiler.is_compiling() or images.device.type != "cpu" or not pixels.numel():
+            result = transformed(pixels, constants, draws, changes, size, self.dtype)
+            return result.contiguous(memory_format=self._memory_format) if out is None else out.copy_(result)
+        target = self._empty(pixels, size) if out is None else out
+        transform_into(target, pixels, constants, draws, changes, planar=self.layout == "contiguous")
+        return target
 
     def draw(self, images: torch.Tensor, key: BatchKey | None = None) -> AugmentationDraws | None:
         """Return the changes that a call with these arguments would draw. Pass them as `draws`, or use them for masks.
@@ -314,37 +307,11 @@ class Normalize:
     def _draw(self, key: BatchKey | None, pixels: torch.Tensor) -> AugmentationDraws:
         key = self._checked_key(key, pixels)
         args = (key, self._seed, self.augmentation, *pixels.shape[1:3])
-        if self._by_triton(pixels.device) and not torch.compiler.is_compiling():
+        if self._by_triton(pixels.device):
             draws: AugmentationDraws | None = self._launched(pixels.device, "draw", *args)
             if draws is not None:
                 return draws
         return draw_augmentation(*args)
-
-    def _on_cpu(
-        self,
-        pixels: torch.Tensor,
-        constants: torch.Tensor,
-        draws: AugmentationDraws | None,
-        changes: Changes,
-        result: torch.Tensor,
-    ) -> torch.Tensor:
-        """Compute the result by operations that are fast on a CPU, and return it."""
-        planar = self.layout == "contiguous"
-        memory = result if planar else result.permute(0, 2, 3, 1)
-        source = pixels.permute(0, 3, 1, 2) if planar else pixels
-        if changes.resize is not None:
-            source = resize_on_cpu(pixels, draws, changes.resize, planar)
-        elif draws is not None and changes.moves:
-            height, width = result.shape[2:]
-            source = crop_and_flip_on_cpu(pixels, draws, (height, width), planar)
-        if draws is not None and draws.color is not None:
-            moved = source.permute(0, 2, 3, 1) if planar else source
-            moved = apply_color_on_cpu(moved, draws.color)
-            source = moved.permute(0, 3, 1, 2) if planar else moved
-        scale_into(memory, source.contiguous(), constants, planar)
-        if draws is not None and changes.erases:
-            erase_on_cpu(result, draws)
-        return result
 
     def _pixels(self, images: torch.Tensor) -> torch.Tensor:
         """Check the images and return them as (N, H, W, C), without a copy."""
@@ -384,14 +351,17 @@ class Normalize:
     def _check_out(self, out: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
         if not isinstance(out, torch.Tensor):
             raise invalid("out", out, "give a tensor")
-        memory_format = torch.contiguous_format if self.layout == "contiguous" else torch.channels_last
-        found = (tuple(out.shape), out.dtype, out.device, out.is_contiguous(memory_format=memory_format))
+        found = (tuple(out.shape), out.dtype, out.device, out.is_contiguous(memory_format=self._memory_format))
         if found != (shape, self.dtype, device, True):
             raise OptionsError(
                 f"out has shape {tuple(out.shape)}, {out.dtype} and strides {out.stride()}, on {out.device}; give a "
                 f"tensor of shape {shape}, {self.dtype}, on {device}, in the memory format {self.layout}",
                 parameters=("out",),
             )
+
+    @property
+    def _memory_format(self) -> torch.memory_format:
+        return torch.contiguous_format if self.layout == "contiguous" else torch.channels_last
 
     def _checked_key(self, key: BatchKey | None, pixels: torch.Tensor) -> BatchKey:
         if not isinstance(key, BatchKey):
@@ -441,6 +411,8 @@ class Normalize:
         return pool.allocate(count).tensor("images")
 
     def _by_triton(self, device: torch.device) -> bool:
+        if torch.compiler.is_compiling():
+            return False  # torch.compile fuses the operations into one kernel.
         if self.backend == "auto":
             return device.type == "cuda" and not self._kernels_fail
         return self.backend == "triton"
@@ -471,29 +443,3 @@ class Normalize:
             _log.warning("Triton cannot be used, so torch operations are used instead: %s", error)
             self._kernels_fail = True
             return None
-
-    def _by_operations(
-        self,
-        pixels: torch.Tensor,
-        constants: torch.Tensor,
-        draws: AugmentationDraws | None,
-        changes: Changes,
-        size: tuple[int, int],
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Compute the result with torch operations, which run on any device and inside ``torch.compile``."""
-        if changes.resize is not None:
-            pixels = resize(pixels, *find_taps(draws, changes.resize, pixels))
-        elif draws is not None and changes.moves:
-            pixels = crop_and_flip(pixels, draws, size)
-        if draws is not None and draws.color is not None:
-            pixels = apply_color(pixels, draws.color)
-        result = scale_whole(pixels, constants, self.dtype)
-        if draws is not None and changes.erases:
-            result = result.masked_fill(erase_mask(draws, *size)[..., None], 0.0)
-        result = result.permute(0, 3, 1, 2)
-        if out is not None:
-            return out.copy_(result)
-        if self.layout == "contiguous":
-            return result.contiguous()
-        return result.contiguous(memory_format=torch.channels_last)

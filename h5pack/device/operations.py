@@ -1,8 +1,8 @@
 """The arithmetic of `Normalize` by torch operations: windows and flips, colors, scaling, erased boxes.
 
-On a CPU, `Normalize` uses `scale_into` and the functions whose names end in "_on_cpu", which are faster there. On other
-devices, it uses the Triton kernels or, if they cannot be used, the other functions. Inside ``torch.compile``, it uses
-the other functions on every device. All functions, and the Triton kernels, give the same bits.
+On a CPU, `Normalize` uses `transform_into` and the functions whose names end in "_on_cpu", which are faster there. On
+other devices, it uses the Triton kernels or, if they cannot be used, `transformed`. Inside ``torch.compile``, it uses
+`transformed` on every device. All functions, and the Triton kernels, give the same bits, except `resize_on_cpu`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 
 from h5pack.data.buffers import unfilled_memory
-from h5pack.device.augment import AugmentationDraws
+from h5pack.device.augment import AugmentationDraws, Changes
+from h5pack.device.resize import find_taps, resize, resize_on_cpu
 from h5pack.errors import OptionsError
 from h5pack.system.parameters import real_number
 from h5pack.system.text import short_repr
@@ -30,6 +31,57 @@ _ROW_VALUES = 1 << 12
 """Maximum number of values to which each of the four constants is repeated (64 KiB for all four). The constants are
 repeated for several lines of an image, so that one operation computes all these lines. The number of lines is the
 largest divisor of the image's height with which the constants do not exceed this maximum; if there is none, it is 1."""
+
+
+def transformed(
+    pixels: torch.Tensor,
+    constants: torch.Tensor,
+    draws: AugmentationDraws | None,
+    changes: Changes,
+    size: tuple[int, int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return images, uint8 (N, H, W, C), changed as `draws` say and scaled to `dtype`: (N, C, *size).
+
+    Works on any device and inside ``torch.compile``. `constants` are those of `scale_whole`.
+    """
+    if changes.resize is not None:
+        pixels = resize(pixels, *find_taps(draws, changes.resize, pixels))
+    elif draws is not None and changes.moves:
+        pixels = crop_and_flip(pixels, draws, size)
+    if draws is not None and draws.color is not None:
+        pixels = apply_color(pixels, draws.color)
+    result = scale_whole(pixels, constants, dtype)
+    if draws is not None and changes.erases:
+        result = result.masked_fill(erase_mask(draws, *size)[..., None], 0.0)
+    return result.permute(0, 3, 1, 2)
+
+
+def transform_into(
+    result: torch.Tensor,
+    pixels: torch.Tensor,
+    constants: torch.Tensor,
+    draws: AugmentationDraws | None,
+    changes: Changes,
+    planar: bool,
+) -> None:
+    """Write what `transformed` returns into `result`, (N, C, height, width), by operations that are fast on a CPU.
+
+    `result` is contiguous if `planar`, else its memory format is channels_last.
+    """
+    source = pixels.permute(0, 3, 1, 2) if planar else pixels
+    if changes.resize is not None:
+        source = resize_on_cpu(pixels, draws, changes.resize, planar)
+    elif draws is not None and changes.moves:
+        height, width = result.shape[2:]
+        source = crop_and_flip_on_cpu(pixels, draws, (height, width), planar)
+    if draws is not None and draws.color is not None:
+        moved = source.permute(0, 2, 3, 1) if planar else source
+        moved = apply_color_on_cpu(moved, draws.color)
+        source = moved.permute(0, 3, 1, 2) if planar else moved
+    scale_into(result if planar else result.permute(0, 2, 3, 1), source.contiguous(), constants, planar)
+    if draws is not None and changes.erases:
+        erase_on_cpu(result, draws)
 
 
 def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws, size: tuple[int, int]) -> torch.Tensor:
