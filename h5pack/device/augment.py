@@ -39,8 +39,8 @@ FLIP, TOP, LEFT, ERASE, BOX, VERTICAL_FLIP = 0, 1, 2, 3, 4, 44
 """Indices of a sample's random words (`random_words`, stream 0). BOX is the first of 40 words: `TRIES` (10) attempts to
 draw a box that fits use four words each."""
 COLOR_STREAM = 2
-_GRAY = (19595, 38470, 7471)
-"""Weights of red, green and blue in gray, in units of 2^-16, as in Pillow and ITU-R BT.601."""
+GRAY = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue in gray, as in Pillow and ITU-R BT.601."""
 _QUARTER_TURN = (11225, 21145, -32370, -21774, 2601, 19173, 82681, -68855, -13826)
 """The 3 x 3 matrix that removes a color's gray and rotates the rest by a quarter turn, from axis I to axis Q.
 
@@ -113,7 +113,7 @@ class Changes(NamedTuple):
     resize: ResizedCrop | None = None  # The crop if it resizes its windows, else None.
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Augmentation:
     """The augmentation options of `Normalize`. Raises OptionsError for invalid values."""
 
@@ -203,7 +203,7 @@ class Augmentation:
         return Changes(moves, pads, self.erase > 0, self.resize)
 
 
-GEOMETRY = (
+DRAW_ROWS = (
     *("flip", "vertical_flip", "top", "left", "box_top", "box_left", "box_height", "box_width"),
     *("crop_height", "crop_width"),
 )
@@ -214,7 +214,7 @@ class _Row:
     """A read-only attribute: a row of `AugmentationDraws.geometry`."""
 
     def __init__(self, name: str) -> None:
-        self._number = GEOMETRY.index(name)
+        self._number = DRAW_ROWS.index(name)
 
     def __get__(self, draws: AugmentationDraws | None, owner: type) -> torch.Tensor:
         if draws is None:
@@ -248,7 +248,7 @@ class AugmentationDraws:
     def check(self, pixels: torch.Tensor) -> None:
         """Raise OptionsError if these draws cannot be applied to the images `pixels`, (N, H, W, C)."""
         count, channels = len(pixels), pixels.shape[3]
-        for part, rows in ((self.geometry, len(GEOMETRY)), (self.color, 12)):
+        for part, rows in ((self.geometry, len(DRAW_ROWS)), (self.color, 12)):
             fitting = (rows, count), torch.int32, pixels.device
             if part is not None and (part.shape, part.dtype, part.device) != fitting:
                 raise OptionsError(
@@ -266,7 +266,7 @@ class AugmentationDraws:
 
 def fixed_draws(images: torch.Tensor, top: int, left: int, size: tuple[int, int]) -> AugmentationDraws:
     """Return draws that crop all images to the same window, without other changes."""
-    draws = AugmentationDraws(torch.zeros((len(GEOMETRY), len(images)), dtype=torch.int32, device=images.device))
+    draws = AugmentationDraws(torch.zeros((len(DRAW_ROWS), len(images)), dtype=torch.int32, device=images.device))
     draws.top.fill_(top)
     draws.left.fill_(left)
     draws.crop_height.fill_(size[0])
@@ -336,7 +336,8 @@ def color_table(device: torch.device) -> torch.Tensor:
     def make() -> torch.Tensor:
         angles = torch.arange(STEPS, dtype=torch.float64, device="cpu") * (2 * math.pi / STEPS)
         cosines, sines = ((part * 65536).round().to(torch.int64) for part in (angles.cos(), angles.sin()))
-        return torch.cat([cosines, sines, torch.tensor(_GRAY * 3 + _QUARTER_TURN, device="cpu")])
+        gray = tuple(round(weight * 65536) for weight in GRAY)
+        return torch.cat([cosines, sines, torch.tensor(gray * 3 + _QUARTER_TURN, device="cpu")])
 
     return cached_table(("color",), device, make)
 

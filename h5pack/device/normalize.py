@@ -30,7 +30,15 @@ import torch
 
 from h5pack.data.buffers import BufferPool, unfilled_memory
 from h5pack.data.draws import BatchKey, cached_table, signed
-from h5pack.device.augment import Augmentation, AugmentationDraws, Changes, ColorJitter, draw_augmentation, fixed_draws
+from h5pack.device.augment import (
+    GRAY,
+    Augmentation,
+    AugmentationDraws,
+    Changes,
+    ColorJitter,
+    draw_augmentation,
+    fixed_draws,
+)
 from h5pack.device.loader_wrapper import base_datasets
 from h5pack.device.operations import (
     checked_statistics,
@@ -53,7 +61,6 @@ _POOLED = 2
 Allocating new memory would take longer than the arithmetic.
 """
 _MIN_POOLED_BYTES = 1 << 20
-_GRAY = (0.299, 0.587, 0.114)
 _log = logging.getLogger(__name__)
 
 
@@ -156,9 +163,12 @@ class Normalize:
         across, down = (0.5 * bool(p) if isinstance(p, (bool, np.bool_)) else p for p in (flip, vertical_flip))
         level = 127.5
         if mean is not None and len(self.mean) == 3:
-            level = 255 * sum(weight * value for weight, value in zip(_GRAY, self.mean, strict=True))
+            level = 255 * sum(weight * value for weight, value in zip(GRAY, self.mean, strict=True))
         crop = 0 if crop is None or crop is False else crop
-        self.augmentation = Augmentation(across, crop, erase, erase_scale, erase_ratio, down, color, level)
+        self.augmentation = Augmentation(
+            flip=across, crop=crop, erase=erase, erase_scale=erase_scale, erase_ratio=erase_ratio, vertical_flip=down,
+            color=color, level=level,
+        )  # fmt: skip
         self.keyed = self.augmentation.is_random
         self.fields = checked_fields(fields)
         self.seed = whole_number("seed", seed, 0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from h5pack.data.draws import DRAWS, TRIES, BatchKey, random_words
-from h5pack.device.augment import GEOMETRY, Augmentation, AugmentationDraws, ColorJitter, draw_augmentation
+from h5pack.device.augment import DRAW_ROWS, Augmentation, AugmentationDraws, ColorJitter, draw_augmentation
 from h5pack.device.operations import apply_color, apply_color_on_cpu
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop
@@ -24,7 +24,7 @@ COLORS = ColorJitter(brightness=0.4, contrast=0.5, saturation=0.6, hue=0.2, gray
 
 def stacked(draws: AugmentationDraws) -> torch.Tensor:
     """int32, (N, 8): all but the size of the window."""
-    return torch.stack([getattr(draws, name) for name in GEOMETRY if not name.startswith("crop")], 1)
+    return torch.stack([getattr(draws, name) for name in DRAW_ROWS if not name.startswith("crop")], 1)
 
 
 def words_of(seed: int, epoch: int, row: int, repeat: int) -> list[int]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from h5pack.data.draws import BatchKey
-from h5pack.device.augment import GEOMETRY, ColorJitter, draw_augmentation
+from h5pack.device.augment import DRAW_ROWS, ColorJitter, draw_augmentation
 from h5pack.device.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from h5pack.device.operations import apply_color, erase_mask, scale_whole
 from h5pack.device.resize import find_taps, resize
@@ -95,7 +95,7 @@ def interpret() -> None:
         norm = Normalize.imagenet(crop=RandomResizedCrop(224), erase=0.5, backend="triton")
         found = norm.draw(torch.empty(1, 1, 1, 1, dtype=torch.uint8).expand(70, *size, 3), key_of(70, view=2))
         expected = draw_augmentation(key_of(70, view=2), 0, norm.augmentation, *size)
-        for name in GEOMETRY:
+        for name in DRAW_ROWS:
             assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 

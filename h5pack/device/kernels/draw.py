@@ -22,20 +22,8 @@ from h5pack.data.draws import (
     side_tables,
     signed,
 )
-from h5pack.device.augment import (
-    BOX,
-    COLOR_STREAM,
-    ERASE,
-    FLIP,
-    GEOMETRY,
-    LEFT,
-    TOP,
-    VERTICAL_FLIP,
-    Augmentation,
-    AugmentationDraws,
-    color_ranges,
-    color_table,
-)
+from h5pack.device import augment
+from h5pack.device.augment import DRAW_ROWS, Augmentation, AugmentationDraws, color_ranges, color_table
 from h5pack.device.kernels.launch import FUSION
 from h5pack.images.crops import RandomResizedCrop
 from h5pack.system.arrays import SPLITMIX64_FACTORS, SPLITMIX64_GAMMA
@@ -45,8 +33,19 @@ _SAMPLES = 64
 _GAMMA = tl.constexpr(signed(SPLITMIX64_GAMMA))
 _FACTOR = tl.constexpr(signed(SPLITMIX64_FACTORS[0]))
 _OTHER_FACTOR = tl.constexpr(signed(SPLITMIX64_FACTORS[1]))
-_FLIP, _TOP, _LEFT = tl.constexpr(FLIP), tl.constexpr(TOP), tl.constexpr(LEFT)
-_ERASE, _BOX, _VERTICAL_FLIP = tl.constexpr(ERASE), tl.constexpr(BOX), tl.constexpr(VERTICAL_FLIP)
+_FLIP_WORD, _TOP_WORD, _LEFT_WORD, _ERASE_WORD, _BOX_WORD, _VERTICAL_FLIP_WORD = map(
+    tl.constexpr, (augment.FLIP, augment.TOP, augment.LEFT, augment.ERASE, augment.BOX, augment.VERTICAL_FLIP)
+)
+# The row of each draw in `AugmentationDraws.geometry`, in the order of `DRAW_ROWS`.
+_FLIP, _VERTICAL_FLIP, _TOP, _LEFT, _BOX_TOP, _BOX_LEFT, _BOX_HEIGHT, _BOX_WIDTH, _HEIGHT, _WIDTH = (
+    tl.constexpr(row) for row in range(len(DRAW_ROWS))
+)
+_COLOR = tl.constexpr(len(DRAW_ROWS))
+# The index of each setting, in the order of `_settings`. The last six are ranges (see `_in_range`).
+(
+    _FLIP_CHANCE, _VERTICAL_FLIP_CHANCE, _ERASE_CHANCE, _GRAY_CHANCE, _OUT_HEIGHT, _OUT_WIDTH, _OUT_ROOT, _LEVEL,
+    _WINDOW_HEIGHT, _WINDOW_WIDTH, _TOPS, _LEFTS, _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE,
+) = map(tl.constexpr, (*range(10), *range(10, 22, 2)))  # fmt: skip
 _DRAWS, _TRIES, _STEPS = tl.constexpr(DRAWS), tl.constexpr(TRIES), tl.constexpr(STEPS)
 
 
@@ -55,8 +54,8 @@ def draw(key: BatchKey, seed: int, augmentation: Augmentation, height: int, widt
     rows = key.rows.to(torch.int64).contiguous()
     count, device, is_colored = len(rows), rows.device, augmentation.color is not None
     with unfilled_memory():
-        block = torch.empty((len(GEOMETRY) + 12 * is_colored, count), dtype=torch.int32, device=device)
-    draws = AugmentationDraws(block[: len(GEOMETRY)], block[len(GEOMETRY) :] if is_colored else None)
+        block = torch.empty((len(DRAW_ROWS) + 12 * is_colored, count), dtype=torch.int32, device=device)
+    draws = AugmentationDraws(block[: len(DRAW_ROWS)], block[len(DRAW_ROWS) :] if is_colored else None)
     if not count:
         return draws
     crop = augmentation.crop if isinstance(augmentation.crop, RandomResizedCrop) else None
@@ -74,7 +73,7 @@ def draw(key: BatchKey, seed: int, augmentation: Augmentation, height: int, widt
         count,
         key_base(key, seed),
         0 if crop is None else key_base(key, seed, CROP_STREAM),
-        key_base(key, seed, COLOR_STREAM) if is_colored else 0,
+        key_base(key, seed, augment.COLOR_STREAM) if is_colored else 0,
         int(repeat),
         REPEATED=repeats is not rows,
         RESIZES=crop is not None,
@@ -89,14 +88,12 @@ def draw(key: BatchKey, seed: int, augmentation: Augmentation, height: int, widt
 
 def _settings(augmentation: Augmentation, height: int, width: int) -> torch.Tensor:
     """Return the settings of an augmentation for images of this size, int64; the kernel reads them by position."""
-    windows = augmentation.windows(height, width)
     size = augmentation.output_size(height, width)
     jitter = augmentation.color
     chances = [augmentation.flip, augmentation.vertical_flip, augmentation.erase, jitter.grayscale if jitter else 0.0]
-    ranges = color_ranges(augmentation) if jitter else ()
+    ranges = (*augmentation.windows(height, width), *(color_ranges(augmentation) if jitter else ()))
     return torch.tensor([
         *(round(chance * (1 << 32)) for chance in chances),
-        *(number for pair in windows for number in pair),
         *size,
         fixed_root(size[0] * size[1]),
         round(augmentation.level * 65536),
@@ -135,6 +132,12 @@ def _below(words, bound):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _in_range(words, range_):  # type: ignore[no-untyped-def]
+    """Return integers from a range that is given by its lowest value and the number of its values."""
+    return tl.load(range_) + _below(words, tl.load(range_ + 1))
+
+
+@triton.jit
 def _chance(words, threshold):  # type: ignore[no-untyped-def]
     return ((words >> 32) & 0xFFFFFFFF) < threshold
 
@@ -168,15 +171,16 @@ def _first_that_fits(state, number, table, root, height, width, smallest):  # ty
 @triton.jit
 def _draw_boxes(line, here, samples, state, number, settings, boxes):  # type: ignore[no-untyped-def]
     """Draw the box to erase in each sample, as `augment._boxes` does, and store it."""
-    height, width, root = tl.load(settings + 8), tl.load(settings + 9), tl.load(settings + 10)
-    chosen, tall, wide = _first_that_fits(state, number + _BOX, boxes, root, height, width, 0)
-    erased = (chosen >= 0) & _chance(_word(state, number + _ERASE), tl.load(settings + 2))
-    place = number + _BOX + 4 * chosen
+    height, width = tl.load(settings + _OUT_HEIGHT), tl.load(settings + _OUT_WIDTH)
+    root = tl.load(settings + _OUT_ROOT)
+    chosen, tall, wide = _first_that_fits(state, number + _BOX_WORD, boxes, root, height, width, 0)
+    erased = (chosen >= 0) & _chance(_word(state, number + _ERASE_WORD), tl.load(settings + _ERASE_CHANCE))
+    place = number + _BOX_WORD + 4 * chosen
     top, left = _below(_word(state, place + 2), height - tall + 1), _below(_word(state, place + 3), width - wide + 1)
-    tl.store(line, tl.where(erased, top, 0).to(tl.int32), mask=here)
-    tl.store(line + samples, tl.where(erased, left, 0).to(tl.int32), mask=here)
-    tl.store(line + 2 * samples, tl.where(erased, tall, 0).to(tl.int32), mask=here)
-    tl.store(line + 3 * samples, tl.where(erased, wide, 0).to(tl.int32), mask=here)
+    tl.store(line + _BOX_TOP * samples, tl.where(erased, top, 0).to(tl.int32), mask=here)
+    tl.store(line + _BOX_LEFT * samples, tl.where(erased, left, 0).to(tl.int32), mask=here)
+    tl.store(line + _BOX_HEIGHT * samples, tl.where(erased, tall, 0).to(tl.int32), mask=here)
+    tl.store(line + _BOX_WIDTH * samples, tl.where(erased, wide, 0).to(tl.int32), mask=here)
 
 
 @triton.jit
@@ -186,21 +190,21 @@ def _draw_windows(line, here, samples, state, number, table):  # type: ignore[no
     chosen, wide, tall = _first_that_fits(state, number, table + 7, root, width, height, 1)
     fits, place = chosen >= 0, number + 4 * chosen
     top, left = _below(_word(state, place + 2), height - tall + 1), _below(_word(state, place + 3), width - wide + 1)
-    tl.store(line + 2 * samples, tl.where(fits, top, tl.load(table + 3)).to(tl.int32), mask=here)
-    tl.store(line + 3 * samples, tl.where(fits, left, tl.load(table + 4)).to(tl.int32), mask=here)
-    tl.store(line + 8 * samples, tl.where(fits, tall, tl.load(table + 5)).to(tl.int32), mask=here)
-    tl.store(line + 9 * samples, tl.where(fits, wide, tl.load(table + 6)).to(tl.int32), mask=here)
+    tl.store(line + _TOP * samples, tl.where(fits, top, tl.load(table + 3)).to(tl.int32), mask=here)
+    tl.store(line + _LEFT * samples, tl.where(fits, left, tl.load(table + 4)).to(tl.int32), mask=here)
+    tl.store(line + _HEIGHT * samples, tl.where(fits, tall, tl.load(table + 5)).to(tl.int32), mask=here)
+    tl.store(line + _WIDTH * samples, tl.where(fits, wide, tl.load(table + 6)).to(tl.int32), mask=here)
 
 
 @triton.jit
 def _draw_colors(line, here, samples, state, number, settings, table):  # type: ignore[no-untyped-def]
     """Store the color matrix of each sample, as `augment._color_matrices` computes it."""
-    brightness = tl.load(settings + 14) + _below(_word(state, number), tl.load(settings + 15))
-    contrast = tl.load(settings + 16) + _below(_word(state, number + 1), tl.load(settings + 17))
-    saturation = tl.load(settings + 18) + _below(_word(state, number + 2), tl.load(settings + 19))
-    turn = (tl.load(settings + 20) + _below(_word(state, number + 3), tl.load(settings + 21))) & (_STEPS - 1)
-    saturation = tl.where(_chance(_word(state, number + 4), tl.load(settings + 3)), 0, saturation)
-    level = tl.load(settings + 11)
+    brightness = _in_range(_word(state, number), settings + _BRIGHTNESS)
+    contrast = _in_range(_word(state, number + 1), settings + _CONTRAST)
+    saturation = _in_range(_word(state, number + 2), settings + _SATURATION)
+    turn = _in_range(_word(state, number + 3), settings + _HUE) & (_STEPS - 1)
+    saturation = tl.where(_chance(_word(state, number + 4), tl.load(settings + _GRAY_CHANCE)), 0, saturation)
+    level = tl.load(settings + _LEVEL)
     straight = _rounded(saturation * tl.load(table + turn))
     sideways = _rounded(saturation * tl.load(table + _STEPS + turn))
     factor = _rounded(brightness * contrast)
@@ -236,25 +240,25 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     number = number * _DRAWS
     state = _mixed((row ^ base.to(tl.int64)) + _GAMMA)
     line = block + sample
-    flips = _chance(_word(state, number + _FLIP), tl.load(settings))
-    vertical_flips = _chance(_word(state, number + _VERTICAL_FLIP), tl.load(settings + 1))
-    tl.store(line, flips.to(tl.int32), mask=here)
-    tl.store(line + samples, vertical_flips.to(tl.int32), mask=here)
+    flips = _chance(_word(state, number + _FLIP_WORD), tl.load(settings + _FLIP_CHANCE))
+    vertical_flips = _chance(_word(state, number + _VERTICAL_FLIP_WORD), tl.load(settings + _VERTICAL_FLIP_CHANCE))
+    tl.store(line + _FLIP * samples, flips.to(tl.int32), mask=here)
+    tl.store(line + _VERTICAL_FLIP * samples, vertical_flips.to(tl.int32), mask=here)
     if RESIZES:
         _draw_windows(line, here, samples, _mixed((row ^ crop_base.to(tl.int64)) + _GAMMA), number, windows)
     else:
-        top = tl.load(settings + 4) + _below(_word(state, number + _TOP), tl.load(settings + 5))
-        left = tl.load(settings + 6) + _below(_word(state, number + _LEFT), tl.load(settings + 7))
-        tl.store(line + 2 * samples, top.to(tl.int32), mask=here)
-        tl.store(line + 3 * samples, left.to(tl.int32), mask=here)
-        for part in tl.static_range(2):
-            size = tl.zeros_like(sample) + tl.load(settings + 12 + part).to(tl.int32)
-            tl.store(line + (8 + part) * samples, size, mask=here)
+        top = _in_range(_word(state, number + _TOP_WORD), settings + _TOPS)
+        left = _in_range(_word(state, number + _LEFT_WORD), settings + _LEFTS)
+        tl.store(line + _TOP * samples, top.to(tl.int32), mask=here)
+        tl.store(line + _LEFT * samples, left.to(tl.int32), mask=here)
+        height, width = tl.load(settings + _WINDOW_HEIGHT), tl.load(settings + _WINDOW_WIDTH)
+        tl.store(line + _HEIGHT * samples, (tl.zeros_like(row) + height).to(tl.int32), mask=here)
+        tl.store(line + _WIDTH * samples, (tl.zeros_like(row) + width).to(tl.int32), mask=here)
     if ERASES:
-        _draw_boxes(line + 4 * samples, here, samples, state, number, settings, boxes)
+        _draw_boxes(line, here, samples, state, number, settings, boxes)
     else:
-        for part in tl.static_range(4, 8):
-            tl.store(line + part * samples, tl.zeros_like(sample), mask=here)
+        for unused in tl.static_range(_BOX_TOP, _BOX_WIDTH + 1):
+            tl.store(line + unused * samples, tl.zeros_like(sample), mask=here)
     if COLORS:
         state = _mixed((row ^ color_base.to(tl.int64)) + _GAMMA)
-        _draw_colors(line + 10 * samples, here, samples, state, number, settings, table)
+        _draw_colors(line + _COLOR * samples, here, samples, state, number, settings, table)

@@ -17,6 +17,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from h5pack.device.augment import DRAW_ROWS
+
+# The row of each draw in `AugmentationDraws.geometry`, in the order of `DRAW_ROWS`.
+_FLIP, _VERTICAL_FLIP, _TOP, _LEFT, _BOX_TOP, _BOX_LEFT, _BOX_HEIGHT, _BOX_WIDTH, _HEIGHT, _WIDTH = (
+    tl.constexpr(row) for row in range(len(DRAW_ROWS))
+)
+
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _load_constants(constants, CHANNELS: tl.constexpr, FINE: tl.constexpr):  # type: ignore[no-untyped-def]
@@ -119,15 +126,15 @@ def _place(  # type: ignore[no-untyped-def]
     """
     box_row, box_height, box_bits = y, lines, x
     if ERASES:
-        box_row = y - tl.load(draws + 4 * samples)
-        box_height = tl.load(draws + 6 * samples)
-        box_bits = _outside(x - tl.load(draws + 5 * samples), tl.load(draws + 7 * samples))
+        box_row = y - tl.load(draws + _BOX_TOP * samples)
+        box_height = tl.load(draws + _BOX_HEIGHT * samples)
+        box_bits = _outside(x - tl.load(draws + _BOX_LEFT * samples), tl.load(draws + _BOX_WIDTH * samples))
     row, step = y, advance
     if MOVES:
-        is_upside_down = tl.load(draws + samples) != 0
+        is_upside_down = tl.load(draws + _VERTICAL_FLIP * samples) != 0
         step = tl.where(is_upside_down, -advance, advance)
-        row = tl.where(is_upside_down, lines - 1 - y, y) + tl.load(draws + 2 * samples)
-        x = tl.where(tl.load(draws) != 0, width_out - 1 - x, x) + tl.load(draws + 3 * samples)
+        row = tl.where(is_upside_down, lines - 1 - y, y) + tl.load(draws + _TOP * samples)
+        x = tl.where(tl.load(draws + _FLIP * samples) != 0, width_out - 1 - x, x) + tl.load(draws + _LEFT * samples)
     # Outside the image, pixels are 0, which is the black padding of the crop.
     pixel_bits = 255
     if PADDED:

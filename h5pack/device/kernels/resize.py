@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from h5pack.data.buffers import unfilled_memory
-from h5pack.device.augment import GEOMETRY, AugmentationDraws, Changes
+from h5pack.device.augment import DRAW_ROWS, AugmentationDraws, Changes
 from h5pack.device.kernels.image import _load_constants, _scaled
 from h5pack.device.kernels.launch import FUSION
 from h5pack.device.resize import KEPT_BITS, WEIGHT_BITS, max_taps
@@ -33,9 +33,9 @@ were found by measuring on an H100.
 _SHIFT, _LAST_SHIFT = tl.constexpr(WEIGHT_BITS - KEPT_BITS), tl.constexpr(WEIGHT_BITS + KEPT_BITS)
 _HALF, _LAST_HALF = tl.constexpr(1 << (_SHIFT.value - 1)), tl.constexpr(1 << (_LAST_SHIFT.value - 1))
 _UNIT_BITS = tl.constexpr(WEIGHT_BITS)
-# The row of each draw in `AugmentationDraws.geometry`, in the order of `GEOMETRY`.
+# The row of each draw in `AugmentationDraws.geometry`, in the order of `DRAW_ROWS`.
 _FLIP, _VERTICAL_FLIP, _TOP, _LEFT, _BOX_TOP, _BOX_LEFT, _BOX_HEIGHT, _BOX_WIDTH, _HEIGHT, _WIDTH = (
-    tl.constexpr(row) for row in range(len(GEOMETRY))
+    tl.constexpr(row) for row in range(len(DRAW_ROWS))
 )
 
 
