@@ -70,29 +70,28 @@ class Placement:
 
     def moved(self, rows: RaggedRows) -> RaggedRows:
         """Return boxes or keypoints, float32, moved with their images; row i belongs to image i."""
-        move = {schema.BOXES: self.boxes, schema.KEYPOINTS: self.points}[rows.kind]
-        data = move(rows.data.astype(np.float64), np.diff(rows.offsets))
-        return replace(rows, data=data.astype(np.float32))
+        counts = np.diff(rows.offsets)
+        own = Placement(*(np.repeat(part, counts, axis=0) for part in (self.scale, self.offset, self.size)))
+        move = {schema.BOXES: own.boxes, schema.KEYPOINTS: own.points}[rows.kind]
+        return replace(rows, data=move(rows.data.astype(np.float64)).astype(np.float32))
 
-    def boxes(self, boxes: Floats, counts: npt.NDArray[np.int64]) -> Floats:
-        """Return box corners, (n, 4), moved with their images and clipped to the resulting images.
+    def boxes(self, boxes: Floats) -> Floats:
+        """Return box corners, (M, 4), one box of each image, moved with the images and clipped to the results.
 
-        Image i has ``counts[i]`` boxes. A box that is completely outside of the result gets an area of 0.
+        A box that is completely outside of the result gets an area of 0.
         """
-        parts = (np.tile(part, 2) for part in (self.scale, self.offset, self.size))
-        scale, offset, size = (np.repeat(part, counts, axis=0) for part in parts)
+        scale, offset, size = (np.tile(part, 2) for part in (self.scale, self.offset, self.size))
         return np.minimum(np.maximum(boxes * scale + offset, 0), size)
 
-    def points(self, points: Floats, counts: npt.NDArray[np.int64]) -> Floats:
-        """Return points, (n, 2) or with visibility (n, 3), moved with their images; they are not clipped.
+    def points(self, points: Floats) -> Floats:
+        """Return points, (M, 2) or with visibility (M, 3), one of each image, moved with the images.
 
-        Image i has ``counts[i]`` points. The visibility of a point outside of the result becomes 0.
+        They are not clipped. The visibility of a point outside of the result becomes 0.
         """
-        scale, offset, size = (np.repeat(part, counts, axis=0) for part in (self.scale, self.offset, self.size))
         placed: Floats = points.copy()
-        placed[:, :2] = points[:, :2] * scale + offset
+        placed[:, :2] = points[:, :2] * self.scale + self.offset
         if points.shape[1] == 3:
-            placed[:, 2] *= ((placed[:, :2] >= 0) & (placed[:, :2] <= size)).all(axis=1)
+            placed[:, 2] *= ((placed[:, :2] >= 0) & (placed[:, :2] <= self.size)).all(axis=1)
         return placed
 
 

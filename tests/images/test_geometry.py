@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from h5pack.format.fields import RaggedRows
 from h5pack.images.decode import Decoder, PixelOptions
 from h5pack.images.encode import JpegEncoder
 from h5pack.images.geometry import Placement
@@ -45,9 +46,9 @@ def test_a_painted_box_stays_under_its_box(size: tuple[int, int], fit: str, targ
     decoder.decode(painted(size, box), DecodePath.PILLOW, out)
     heights, widths = (np.array([side], np.int32) for side in size)
     placement = Placement.of(heights, widths, *target, fit)
-    moved = placement.boxes(np.array([box], np.float64), np.array([1]))[0]
+    moved = placement.boxes(np.array([box], np.float64))[0]
     assert np.abs(measured(out) - moved).max() < 1
-    point = placement.points(np.array([[*middle, 1.0]]), np.array([1]))[0]
+    point = placement.points(np.array([[*middle, 1.0]]))[0]
     assert out[int(point[1]), int(point[0]), 0] > 200
     assert point[2] == 1
 
@@ -59,19 +60,22 @@ def test_a_painted_box_stays_under_its_box_in_a_jpeg(size: tuple[int, int]) -> N
     pixels = np.asarray(Image.open(io.BytesIO(data)))
     assert pixels.shape == (height, width, 3)
     heights, widths = (np.array([side], np.int32) for side in size)
-    moved = Placement.shrunk(heights, widths, 50).boxes(np.array([box], np.float64), np.array([1]))[0]
+    moved = Placement.shrunk(heights, widths, 50).boxes(np.array([box], np.float64))[0]
     assert np.abs(measured(np.where(pixels < 24, 0, pixels)) - moved).max() < 1
 
 
 def test_boxes_are_clipped_and_points_are_not() -> None:
     # The left and the right quarter of the second image are cut off.
     placement = Placement.of(np.array([10, 10], np.int32), np.array([10, 20], np.int32), 10, 10, "crop")
-    counts = np.array([1, 2])
+
+    def moved(kind: str, entries: np.ndarray) -> list[list[float]]:
+        return placement.moved(RaggedRows(kind, entries, np.array([0, 1, 3]))).data.tolist()
+
     boxes = np.array([[1, 2, 12, 8], [0, 0, 4, 10], [3, 1, 7, 9]], np.float64)
-    assert placement.boxes(boxes, counts).tolist() == [[1, 2, 10, 8], [0, 0, 0, 10], [0, 1, 2, 9]]
+    assert moved("boxes", boxes) == [[1, 2, 10, 8], [0, 0, 0, 10], [0, 1, 2, 9]]
     points = np.array([[1, 2, 2], [4, 3, 2], [6, 3, 1]], np.float64)
-    assert placement.points(points, counts).tolist() == [[1, 2, 2], [-1, 3, 0], [1, 3, 1]]
-    assert placement.points(points[:, :2], counts).tolist() == [[1, 2], [-1, 3], [1, 3]]
+    assert moved("keypoints", points) == [[1, 2, 2], [-1, 3, 0], [1, 3, 1]]
+    assert moved("keypoints", points[:, :2]) == [[1, 2], [-1, 3], [1, 3]]
 
 
 def test_images_that_are_small_enough_do_not_move() -> None:
