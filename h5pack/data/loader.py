@@ -467,7 +467,10 @@ class H5Loader(Closeable, Resumable):
 
 def _require_sampler_of(dataset: Any, sampler: Any, order: dict[str, Any]) -> None:
     """Raise an OptionsError unless `sampler` is a `BatchOrder` of `dataset` and `order` has only default values."""
-    if not isinstance(sampler, BatchOrder):
+    # A loader reads the sampler's plan, so it would ignore what a subclass does in these methods.
+    if not isinstance(sampler, BatchOrder) or any(
+        getattr(type(sampler), name) is not getattr(BatchOrder, name) for name in ("__iter__", "__len__")
+    ):
         raise OptionsError(
             f"batch_sampler is a {type(sampler).__name__}; H5Loader takes only batch samplers of h5pack: give "
             "batch_size and the other parameters of the order to H5Loader instead, or give the sampler to a DataLoader",

@@ -56,24 +56,24 @@ _FOLDER_ADVICE = (
 class _Kind(NamedTuple):
     """The properties of a kind of source."""
 
-    needs: str  # what the path must be, such as "file"; "" if it may also be a pattern of several files
+    needs: tuple[str, ...] = ()  # what the path may be, in words; () if it may also be a pattern of several files
     parameters: Collection[str] = ()  # of those in the tables above, the ones that apply
     advice: str = "check the path, include and exclude"  # what to do if there are no images
 
 
 KINDS = {
-    **dict.fromkeys(("flat", "classes", "splits", "pairs"), _Kind("folder or an archive", advice=_FOLDER_ADVICE)),
-    "celeba": _Kind("folder", advice=_FOLDER_ADVICE),
-    "manifest": _Kind("file", COLUMN_PARAMETERS.values()),
-    "coco": _Kind("file or a folder", {"root"}),
-    "hdf5": _Kind("file", _DATASET_PARAMETERS, "check include, exclude and the content of the file ('h5pack info')"),
-    "webdataset": _Kind("", _OF_SHARDS - {"path_column"}),
-    "parquet": _Kind("", _OF_SHARDS),
-    "mds": _Kind("folder", _OF_SHARDS),
+    **dict.fromkeys(("flat", "classes", "splits", "pairs"), _Kind(("a folder", "an archive"), advice=_FOLDER_ADVICE)),
+    "celeba": _Kind(("a folder",), advice=_FOLDER_ADVICE),
+    "manifest": _Kind(("a file",), COLUMN_PARAMETERS.values()),
+    "coco": _Kind(("a file", "a folder"), {"root"}),
+    "hdf5": _Kind(("a file",), _DATASET_PARAMETERS, "check include, exclude and what 'h5pack info' finds in the file"),
+    "webdataset": _Kind(parameters=_OF_SHARDS - {"path_column"}),
+    "parquet": _Kind(parameters=_OF_SHARDS),
+    "mds": _Kind(("a folder",), _OF_SHARDS),
 }
 _ALL_KINDS = KINDS | {
     "folder": KINDS["flat"],  # a folder or an archive whose kind depends on the names of its files
-    "dataset": _Kind("", _OF_SAMPLES, "check its length, include and exclude"),
+    "dataset": _Kind((), _OF_SAMPLES, "check its length, include and exclude"),
 }
 
 
@@ -141,13 +141,13 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
             os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):
         raise SourceError.at(path, "no such file or folder; check the path") from None
-    if "archive" in needs and (archive := _archive_format(path)):
+    if "an archive" in needs and (archive := _archive_format(path)):
         opened = open_zip(path) if archive == "zip" else open_tar(path, scratch)
         if archive == "tar" and kind == "folder" and is_webdataset(opened[1]):
             kind = "webdataset"
-    elif needs and ("folder" if path.is_dir() else "file") not in needs:
-        parameter, found = f"source_kind={kind!r}", "a folder" if path.is_dir() else "this file"
-        raise SourceError.at(path, f"{parameter} needs a {needs}, not {found}; check the path", parameter)
+    elif needs and (found := "a folder" if path.is_dir() else "a file") not in needs:
+        parameter = f"source_kind={kind!r}"
+        raise SourceError.at(path, f"{parameter} needs {' or '.join(needs)}, not {found}; check the path", parameter)
     _refuse_unused(str(path), kind, options)
     if opened is not None:
         return _open_archive(path, opened, kind, options)

@@ -397,9 +397,11 @@ def test_a_loader_refuses_what_contradicts_its_batch_sampler(alike: ConcatPack) 
     # An equal value need not be the same object.
     h5pack.H5Loader(alike, batch_sampler=sampler, shuffle="".join(["win", "dow"]), seed=0).close()
     other_sampler: Any = BatchSampler(range(9), 3, drop_last=False)
+    changed = type("Changed", (MixtureSampler,), {"__iter__": lambda self: iter([[0]])})(alike, 12)
     other = ConcatPack(alike.datasets)
     for make, parameters in (
         (lambda: h5pack.H5Loader(alike, batch_sampler=other_sampler), ("batch_sampler", "batch_size")),
+        (lambda: h5pack.H5Loader(alike, batch_sampler=changed), ("batch_sampler", "batch_size")),
         (lambda: h5pack.H5Loader(other, batch_sampler=sampler), ("dataset", "batch_sampler")),
         (lambda: h5pack.H5Loader(alike), ("batch_size",)),
     ):
