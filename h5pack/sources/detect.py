@@ -46,7 +46,7 @@ COLUMN_PARAMETERS = {
     **{kind: schema.KINDS[kind].parameter for kind in schema.COORDINATE_KINDS}, "box_format": "box_format",
 }  # fmt: skip
 _OF_SHARDS = {*COLUMN_PARAMETERS.values()} - {"root", "mask_columns", "image_columns"}
-# These name keys of a dataset's samples.
+# Parameters that apply to a dataset's samples: keys of the samples, and a format.
 _OF_SAMPLES = {"fields", "box_format", *(schema.KINDS[kind].parameter for kind in schema.COORDINATE_KINDS)}
 _FOLDER_ADVICE = (
     "check the path, select files of other suffixes with include, or give a dataset in Python that reads them"
