@@ -253,11 +253,7 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
     rejected (see `_turned`).
     """
     catalog = _turned(with_fields(catalog, survey.fields), survey)
-    placed = {
-        name: rows
-        for name, rows in catalog.fields.items()
-        if isinstance(rows, RaggedRows) and rows.kind in schema.COORDINATE_KINDS
-    }
+    placed = _of_kinds(catalog, schema.COORDINATE_KINDS)
     if not placed:
         return catalog
     notes = catalog.notes
@@ -280,6 +276,10 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
     return replace(catalog, fields={**catalog.fields, **placed}, notes=notes)
 
 
+def _of_kinds(catalog: Catalog, kinds: tuple[str, ...]) -> dict[str, RaggedRows]:
+    return {name: rows for name, rows in catalog.fields.items() if isinstance(rows, RaggedRows) and rows.kind in kinds}
+
+
 def _turned(catalog: Catalog, survey: Survey) -> Catalog:
     """Turn an image's boxes if the annotated size is that before Exif turns the image; reject images of other sizes.
 
@@ -290,11 +290,8 @@ def _turned(catalog: Catalog, survey: Survey) -> Catalog:
         return catalog
     own = np.stack([survey.heights, survey.widths], axis=1)
     differs = (sizes > 0).all(axis=1) & (own > 0).all(axis=1) & (own != sizes).any(axis=1)
-    boxes = {
-        name: replace(rows, data=rows.data.copy())
-        for name, rows in catalog.fields.items()
-        if isinstance(rows, RaggedRows) and rows.kind == schema.BOXES
-    }
+    # Only COCO gives annotated sizes, and boxes are the only coordinates that are read from it.
+    boxes = {name: replace(rows, data=rows.data.copy()) for name, rows in _of_kinds(catalog, (schema.BOXES,)).items()}
     for index in np.flatnonzero(differs).tolist():
         height, width = own[index].tolist()
         orientation = int(survey.orientations[index])
