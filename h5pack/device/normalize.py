@@ -30,6 +30,7 @@ import torch
 
 from h5pack.data.buffers import BufferPool, unfilled_memory
 from h5pack.data.draws import BatchKey, cached_table, signed
+from h5pack.device import operations
 from h5pack.device.augment import (
     GRAY,
     Augmentation,
@@ -40,14 +41,6 @@ from h5pack.device.augment import (
     fixed_draws,
 )
 from h5pack.device.loader_wrapper import base_datasets
-from h5pack.device.operations import (
-    checked_statistics,
-    fixed_window,
-    scale_constants,
-    stored_statistics,
-    transform_into,
-    transformed,
-)
 from h5pack.device.targets import checked_fields
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, ResizedCrop
@@ -140,7 +133,7 @@ class Normalize:
         seed: int = 0,
         backend: str = "auto",
     ) -> None:
-        self.mean, self.std = checked_statistics(mean, std)
+        self.mean, self.std = operations.checked_statistics(mean, std)
         self._any_channels = mean is None and std is None
         for name, value, known in (
             ("dtype", dtype, (torch.float32, torch.float16, torch.bfloat16)),
@@ -174,7 +167,7 @@ class Normalize:
         self.seed = whole_number("seed", seed, 0)
         self._seed = signed(self.seed)
         self.backend = backend
-        self._scale = scale_constants(self.mean, self.std)
+        self._scale = operations.scale_constants(self.mean, self.std)
         self._pool: BufferPool | None = None
         self._kernels_fail = False
 
@@ -194,7 +187,7 @@ class Normalize:
             If the dataset has no statistics, or the datasets of a ConcatPack have different statistics.
         """
         refuse_path("dataset", dataset)
-        found = {stored_statistics(part) for part in base_datasets(dataset)}
+        found = {operations.stored_statistics(part) for part in base_datasets(dataset)}
         if len(found) != 1:
             none = f"a {type(dataset).__name__} is not an H5Dataset, nor a Subset or ConcatPack of them"
             problem = "the statistics of the concatenated datasets differ" if found else none
@@ -263,7 +256,7 @@ class Normalize:
             changes = self.augmentation.changes(height, width)
         elif size != (height, width) and changes.resize is None:
             (top, _), (left, _) = self.augmentation.windows(height, width)
-            pixels = fixed_window(pixels, top, left, size)
+            pixels = operations.fixed_window(pixels, top, left, size)
         constants = self._constant_tensor(images.device, channels)
         if self._by_triton(images.device):
             target = self._empty(pixels, size) if out is None else out
@@ -272,10 +265,10 @@ class Normalize:
             if self._launched(images.device, kernel, *args) is not None:
                 return target
         if torch.compiler.is_compiling() or images.device.type != "cpu" or not pixels.numel():
-            result = transformed(pixels, constants, draws, changes, size, self.dtype)
+            result = operations.transformed(pixels, constants, draws, changes, size, self.dtype)
             return result.contiguous(memory_format=self._memory_format) if out is None else out.copy_(result)
         target = self._empty(pixels, size) if out is None else out
-        transform_into(target, pixels, constants, draws, changes, planar=self.layout == "contiguous")
+        operations.transform_into(target, pixels, constants, draws, changes, planar=self.layout == "contiguous")
         return target
 
     def draw(self, images: torch.Tensor, key: BatchKey | None = None) -> AugmentationDraws | None:
