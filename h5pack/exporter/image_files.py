@@ -226,11 +226,10 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
         pixels = work.reader.read(index, "")
     else:
         encoded = work.reader.encoded(index)
-        if work.is_copied(encoded):
-            data = encoded
-            results.copied += 1
+        data = encoded if work.is_copied(encoded) else None
         if data is None or not work.reader.has_checksums:
             pixels = decoder.pixels(encoded)
+        results.copied += data is not None
     if data is None and work.format in LOSSY_ENCODERS:
         # An existing file in a lossy format is compared with these bytes, not with the row's pixels.
         data = LOSSY_ENCODERS[work.format](pixels, work.quality)

@@ -44,7 +44,6 @@ TURNS = {
 }
 """The operation that turns an image upright, by Exif orientation."""
 
-_SIGNATURES = re.compile(rb"(?P<jpeg>\xff\xd8\xff)|(?P<png>\x89PNG\r\n\x1a\n)")
 _FORMATS = frozenset({
     "AVIF", "BMP", "DDS", "DIB", "GIF", "HEIF", "ICNS", "ICO", "JPEG", "JPEG2000", "PCX", "PNG", "PPM", "PSD", "QOI",
     "SGI", "TGA", "TIFF", "WEBP",
@@ -97,8 +96,9 @@ class ImageHeader:
 
 def file_format(head: bytes) -> str | None:
     """Return "jpeg" or "png" if the first bytes of an image file are those of this format; else None."""
-    found = _SIGNATURES.match(head)
-    return None if found is None else found.lastgroup
+    if head.startswith(b"\xff\xd8\xff"):
+        return "jpeg"
+    return "png" if head.startswith(b"\x89PNG\r\n\x1a\n") else None
 
 
 def orientation_of(image: Image.Image) -> int:
