@@ -6,6 +6,7 @@ import json
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,10 @@ def color_folders(root: Path, counts: dict[str, int], brightness: int) -> Path:
 
 
 def annotated_images(root: Path, count: int, size: tuple[int, int] | None = (24, 20)) -> list[dict[str, Any]]:
-    """JPEGs with up to two white boxes on black, and ``list.jsonl``, whose records are returned; None: of any size."""
+    """JPEGs with up to two white boxes on black, and ``list.jsonl``, whose records are returned.
+
+    `size` is (height, width); None: any. For further columns, change the records and call `write_lines`.
+    """
     records, random = [], np.random.default_rng(count)
     root.mkdir(parents=True, exist_ok=True)
     for number in range(count):
@@ -103,8 +107,14 @@ def annotated_images(root: Path, count: int, size: tuple[int, int] | None = (24,
             "score": number / 8,
             "sizes": [[8, number]] * len(boxes),
         })  # fmt: skip
-    (root / "list.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    write_lines(root / "list.jsonl", records)
     return records
+
+
+def write_lines(path: Path, records: Iterable[Any]) -> Path:
+    """Write one line of JSON for each record."""
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
 
 
 FIELDS = {

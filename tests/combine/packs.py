@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 import h5pack
-from tests.makers import FIELDS, annotated_images, numbers, quick
+from tests.makers import FIELDS, annotated_images, numbers, quick, write_lines
 
 KINDS: dict[str, dict[str, Any]] = {
     "pixels": {}, "nchw": {"layout": "nchw", "size": (30, 26), "chunk_rows": 4},
@@ -31,8 +30,7 @@ def source(root: Path, prefix: str, count: int, classes: list[str], splits: tupl
         record["number"] = number
         record["path"], record["mask"] = f"{prefix}{number:03d}.jpg", f"{prefix}{number:03d}.png"
         record["label"], record["split"] = classes[number % len(classes)], splits[number // 3 % len(splits)]
-    (root / "list.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    return root / "list.jsonl"
+    return write_lines(root / "list.jsonl", records)
 
 
 def pack(root: Path, name: str, count: int, classes: list[str], **settings: Any) -> Path:

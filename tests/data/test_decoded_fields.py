@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 import h5pack
 from h5pack.data.draws import BatchKey, crop_windows
 from h5pack.errors import OptionsError, PackFormatError
-from tests.makers import pixels, quick
+from tests.makers import pixels, quick, write_lines
 
 SIZES = [(60, 81), (97, 40), (33, 33), (128, 70), (50, 90), (75, 100), (40, 41)]
 CROPS = [
@@ -58,7 +57,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 "age": number / 2,
             }
         )
-    (folder / "m.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_lines(folder / "m.jsonl", lines)
     settings: dict[str, Any] = {"mask_columns": ["mask"], "box_columns": ["boxes"], "keypoint_columns": ["points"]}
     settings |= {"text_columns": ["caption"], "field_columns": ["age"], "order": "sorted", "keep": "jpeg"}
     h5pack.convert(folder / "m.jsonl", folder / "o.h5", **quick(**settings))

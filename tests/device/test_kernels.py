@@ -26,7 +26,17 @@ from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop
 from tests.device.feeds import needs_gpu
 from tests.device.machine_code import main_loop
-from tests.device.test_normalize import AUGMENTATIONS, DTYPES, LAYOUTS, FilledMemory, assert_near, batch, reference
+from tests.device.test_normalize import (
+    AUGMENTATIONS,
+    COLORED,
+    DTYPES,
+    LAYOUTS,
+    MOVED_AND_ERASED,
+    FilledMemory,
+    assert_near,
+    batch,
+    reference,
+)
 from tests.forking import output_of
 from tests.images.test_crops import key_of
 
@@ -47,7 +57,7 @@ def assert_kernel_is_right(
     """
     for size in sizes:
         images, key = batch(*size), key_of(size[0])
-        if "color" in settings and images.shape[3] != 3:
+        if needs_three_channels(settings) and images.shape[3] != 3:
             continue
         mean, std = (0.485, 0.456, 0.406, 0.5)[: images.shape[3]], (0.229, 0.224, 0.225, 0.25)[: images.shape[3]]
         first = images.permute(0, 3, 1, 2).contiguous().to(device)
@@ -60,6 +70,10 @@ def assert_kernel_is_right(
             assert_near(norm, result, reference(norm, host if channels == "last" else host.permute(0, 2, 3, 1), key))
             if device != "cpu" or norm.dtype != torch.bfloat16:
                 assert torch.equal(result.cpu(), plain(host, key))
+
+
+def needs_three_channels(settings: dict[str, Any]) -> bool:
+    return Normalize(**settings).augmentation.color is not None
 
 
 def interpret() -> None:
@@ -77,15 +91,16 @@ def check_kernels() -> None:
     from h5pack.device.kernels import normalize
 
     settings = ({}, *AUGMENTATIONS)
-    for number in range(21):
-        options = {"dtype": DTYPES[number % 3], "layout": list(LAYOUTS)[number % 2], **settings[number % len(settings)]}
-        size = SIZES[(0, 3, 4)[number // 7] if "color" in options else (number // 2 + number // 10) % 5]
+    for number, (turn, position) in enumerate(itertools.product(range(3), range(len(settings)))):
+        shift = turn + position
+        options = {"dtype": DTYPES[shift % 3], "layout": list(LAYOUTS)[shift % 2], **settings[position]}
+        size = SIZES[(0, 3, 4)[turn] if needs_three_channels(options) else (number // 2 + number // 10) % 5]
         assert_kernel_is_right("cpu", options, [size], (number + number // 3) % 3)
     # The flat kernel, with programs that take several steps.
     with patch.object(normalize, "_FLAT_PROGRAMS", 2):
         for dtype in DTYPES:
             assert_kernel_is_right("cpu", {"dtype": dtype}, SIZES[2:4], 0)
-    for options in ({}, AUGMENTATIONS[-1]):
+    for options in ({}, COLORED):
         empty = Normalize.imagenet(backend="triton", **options)
         assert empty(batch()[:0], key_of(0)).shape == (0, 3, *empty.output_size(13, 11))
     # Padding around nothing is black.
@@ -97,7 +112,7 @@ def check_kernels() -> None:
     assert torch.equal(Normalize.imagenet(backend="triton")(images), Normalize.imagenet()(images))
     # Draws of another transform, and memory that is given.
     norm = Normalize.imagenet(backend="triton", layout="contiguous")
-    draws = Normalize.imagenet(**AUGMENTATIONS[3]).draw(images, key_of(2))
+    draws = Normalize.imagenet(**MOVED_AND_ERASED).draw(images, key_of(2))
     draws.top.add_(50)
     draws.left.sub_(3)
     out = torch.full((2, 3, 13, 11), 7.0)
@@ -361,9 +376,7 @@ def compile_batches() -> None:
     made = (normalize._flat_kernel, image.image_kernel, draw._draw_kernel)
     made += (resize._tap_kernel, resize._resize_kernel)
     resized = {"crop": RandomResizedCrop(24), "flip": 0.5}
-    for settings, layout in zip(
-        ({}, {}, AUGMENTATIONS[3], AUGMENTATIONS[-1], resized), list(LAYOUTS) * 3, strict=False
-    ):
+    for settings, layout in zip(({}, {}, MOVED_AND_ERASED, COLORED, resized), list(LAYOUTS) * 3, strict=False):
         norm = Normalize.imagenet(backend="triton", layout=layout, dtype=torch.bfloat16, **settings)
         counts = []
         for number, size in enumerate((64, 64, 63, 1, 17, 16)):

@@ -29,10 +29,12 @@ from tests.images.test_crops import key_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
-AUGMENTATIONS: tuple[dict[str, Any], ...] = ({"flip": 0.5}, {"crop": 3}, {"erase": 0.7})
-AUGMENTATIONS += ({"flip": True, "crop": 20, "erase": 0.7, "vertical_flip": 0.5},)
-AUGMENTATIONS += ({"crop": RandomCrop((9, 12), padding=6), "vertical_flip": True},)
-AUGMENTATIONS += ({"crop": CenterCrop((15, 6)), "flip": 0.5, "color": ColorJitter(0.4, 0.5, 0.6, 0.2, 0.3)},)
+MOVED_AND_ERASED: dict[str, Any] = {"flip": True, "crop": 20, "erase": 0.7, "vertical_flip": 0.5}
+COLORED: dict[str, Any] = {"crop": CenterCrop((15, 6)), "flip": 0.5, "color": ColorJitter(0.4, 0.5, 0.6, 0.2, 0.3)}
+AUGMENTATIONS: tuple[dict[str, Any], ...] = (
+    {"flip": 0.5}, {"crop": 3}, {"erase": 0.7}, MOVED_AND_ERASED,
+    {"crop": RandomCrop((9, 12), padding=6), "vertical_flip": True}, COLORED,
+)  # fmt: skip
 
 
 def batch(count: int = 6, height: int = 13, width: int = 11, channels: int = 3) -> torch.Tensor:
@@ -328,7 +330,7 @@ traceable = pytest.mark.skipif(torch.__version__ < (2, 8), reason="older version
 def test_compiled_callers() -> None:
     images, key = batch(4), key_of(4)
     model = torch.nn.Conv2d(3, 2, 3)
-    for settings, backend in (({}, "eager"), (AUGMENTATIONS[-1], "aot_eager")):
+    for settings, backend in (({}, "eager"), (COLORED, "aot_eager")):
         norm = Normalize.imagenet(**settings)
 
         def step(images: torch.Tensor, rows: torch.Tensor, norm: Normalize = norm) -> torch.Tensor:
@@ -347,7 +349,7 @@ def test_compiled_callers() -> None:
 def test_compiled_callers_take_any_epoch_and_view() -> None:
     """Dynamo makes integers symbolic that change between calls."""
     images, rows = batch(4), key_of(4).rows
-    options = {**AUGMENTATIONS[3], "color": ColorJitter(0.4, 0.5, 0.6, 0.2, 0.3)}
+    options = MOVED_AND_ERASED | {"color": COLORED["color"]}
     norm = Normalize.imagenet(seed=2**63 + 5, **options)
 
     def transform(images: torch.Tensor, key: BatchKey, norm: Normalize = norm) -> torch.Tensor:

@@ -52,6 +52,7 @@ from tests.makers import (
     quick,
     save,
     split_folders,
+    write_lines,
 )
 from tests.pack.test_convert_hdf5 import LABELS, PIXELS, ROWS, STORED, write
 from tests.read.encoded_files import decoded, encode, jpegs, kinds, write_encoded
@@ -162,7 +163,7 @@ def test_exported_fields_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for record, text in zip(records, ["", "a\rb", 'x, "y"\r\n', " \t ", "[1]", "雪", "#", "'", "\\n"], strict=True):
         record["caption"] = text
         record["captions"].append(text)
-    (tmp_path / "in" / "list.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    write_lines(tmp_path / "in" / "list.jsonl", records)
     h5pack.convert(tmp_path / "in" / "list.jsonl", tmp_path / "a.h5", **quick(**FIELDS | settings))
     report = export(tmp_path / "a.h5", tmp_path / "out", **quick())
     assert report.lost == ()
@@ -707,9 +708,8 @@ def test_an_export_of_further_images_can_be_replaced(tmp_path: Path, format: str
 
 def test_files_that_only_a_text_of_the_table_names_are_kept(tmp_path: Path) -> None:
     root = flat_folder(tmp_path / "in", 2)
-    table = root / "list.jsonl"
     lines = [{"image": path.name, "original": f"raw/{path.name}"} for path in sorted(root.iterdir())]
-    table.write_text("\n".join(map(json.dumps, lines)))
+    table = write_lines(root / "list.jsonl", lines)
     h5pack.convert(table, tmp_path / "a.h5", **quick(text_columns="original"))
     export(tmp_path / "a.h5", tmp_path / "out", **quick())
     save(tmp_path / "out" / "raw" / "00000.jpg")

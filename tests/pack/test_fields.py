@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from h5pack.errors import OptionsError, OutputExistsError, ResumeError
 from h5pack.format import schema
 from h5pack.pack.conversion import Conversion
 from tests.crashing import convert_in_child, distinct_steps, leftovers, require_resumes
-from tests.makers import FIELDS, annotated_images, quick, truncate
+from tests.makers import FIELDS, annotated_images, quick, truncate, write_lines
 
 NAMES = ["boxes", "points", "caption", "captions", "sizes", "score"]
 
@@ -98,7 +97,7 @@ def test_a_changed_field_is_not_resumed(tmp_path: Path, change: str) -> None:
     convert_in_child(source, out, quick(**FIELDS), kill_at=40)
     assert not out.exists()
     records[5][change] = {"caption": "another", "boxes": [[0, 1, 2, 3]], "sizes": [[1, 2]]}[change]
-    source.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    write_lines(source, records)
     with pytest.raises(ResumeError):
         h5pack.convert(source, out, **quick(**FIELDS), resume=True)
 
@@ -115,7 +114,7 @@ def test_a_complete_pack_is_that_of_a_source_with_the_same_fields(tmp_path: Path
     tables.append([{**record, "score": [1] * (number % 2)} for number, record in enumerate(records)])
     tables.append([{**record, "points": [point[:2] for point in record["points"]]} for record in records])
     for table in tables:
-        source.write_text("".join(f"{json.dumps(record)}\n" for record in table))
+        write_lines(source, table)
         with pytest.raises(OutputExistsError):
             h5pack.convert(source, out, **quick(**FIELDS), resume=True)
 
@@ -152,8 +151,8 @@ def test_painted_boxes_stay_under_their_boxes(tmp_path: Path, settings: dict[str
 def test_boxes_outside_are_clipped_with_a_note(tmp_path: Path) -> None:
     records = annotated_images(tmp_path / "in", 6)
     records[1]["boxes"] = [[-3, 2, 50, 40], [2, 2, 4, 4], [100, 100, 120, 130]]
-    (tmp_path / "in" / "list.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    with Conversion(tmp_path / "in" / "list.jsonl", tmp_path / "o.h5", **quick(box_columns="boxes")) as conversion:
+    source = write_lines(tmp_path / "in" / "list.jsonl", records)
+    with Conversion(source, tmp_path / "o.h5", **quick(box_columns="boxes")) as conversion:
         notes = [note.text for note in conversion.plan().notes() if "2 boxes of 'boxes'" in note.text]
         conversion.run()
     assert len(notes) == 1
@@ -187,8 +186,7 @@ def test_coordinates_of_each_kind_are_packed_exported_and_moved(
     for number, record in enumerate(records):
         # Ascending numbers are valid for each kind.
         record["moved"] = (2 + np.arange(number % 3 * shape[0])).reshape(-1, *shape).tolist()
-    source = tmp_path / "in" / "list.jsonl"
-    source.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    source = write_lines(tmp_path / "in" / "list.jsonl", records)
     h5pack.convert(source, tmp_path / "a.h5", **settings)
     h5pack.convert(source, tmp_path / "kept.h5", **settings, keep="jpeg")
     h5pack.convert(Samples(tmp_path / "in", records), tmp_path / "samples.h5", **settings)
