@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -121,17 +121,29 @@ class Survey:
 
 
 @dataclass(frozen=True)
+class SurveyOptions:
+    """The options that a survey depends on, besides those of the source. It is resumed only with the same ones."""
+
+    max_pixels: int
+    keep: bool  # whether JPEG files are kept
+    resize: bool  # whether images are resized; if not, all images of a sample must have the same size
+
+    @classmethod
+    def of(cls, options: ConvertOptions) -> SurveyOptions:
+        """Return those of a conversion's options that a survey depends on."""
+        return cls(options.max_pixels, keep=options.keep is not None, resize=options.size is not None)
+
+
+@dataclass(frozen=True)
 class SurveyTask:
     """Images that one worker surveys."""
 
     indices: list[int]  # of the images in the catalog
     names: list[str]
-    max_pixels: int
+    options: SurveyOptions
     shown: str  # how messages name the first image
     # For each field of pixels: its kind, and the names of the images' masks or further images.
     masks: list[tuple[str, list[str]]]
-    resize: bool  # whether images are resized; if not, all images of a sample must have the same size
-    keep: bool  # whether JPEG files are kept
     fingerprints: npt.NDArray[np.uint64] | None = None  # (n,): of an earlier survey, to compare with
 
     def __str__(self) -> str:
@@ -156,7 +168,7 @@ def survey(
     result = Survey.of(count)
     size = catalog.reader.uniform_size()
     if size is not None:
-        _survey_uniform(catalog.reader, size, result, options.max_pixels)
+        _survey_uniform(catalog.reader, size, result, SurveyOptions.of(options))
         result.mask_dtypes = catalog.reader.uniform_mask_dtypes()
         advance(count)
         return result
@@ -206,7 +218,7 @@ def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -
     if options.root is not None:
         where.append(os.path.abspath(options.root))
     # Include the source's options, because they may select another column or dataset of images.
-    settings = [options.max_pixels, options.keep is not None, options.size is not None, repr(options.source_options)]
+    settings = [*astuple(SurveyOptions.of(options)), repr(options.source_options)]
     return {"packages": decoder_versions(), "source": where, "catalog": catalog.identity(), "settings": settings}
 
 
@@ -307,11 +319,11 @@ def _turned(catalog: Catalog, survey: Survey) -> Catalog:
     return replace(catalog, fields={**catalog.fields, **boxes})
 
 
-def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey, max_pixels: int) -> None:
+def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey, options: SurveyOptions) -> None:
     """Fill `result` for images that are arrays of one size, so that no header needs to be read."""
     result.heights[:], result.widths[:] = size
     try:
-        refuse_bomb(*size, max_pixels)
+        refuse_bomb(*size, options.max_pixels)
     except RejectedImageError as error:
         result.reasons.update(dict.fromkeys(range(len(result.heights)), str(error)))
     result.fingerprints[:] = reader.fingerprints(np.arange(len(result.heights)))
@@ -325,10 +337,7 @@ def shares(count: int) -> Iterator[slice]:
 
 def _task(catalog: Catalog, options: ConvertOptions, block: list[int]) -> SurveyTask:
     masks = [(one.kind, one.files.at(block)) for one in catalog.pixel_fields]
-    return SurveyTask(
-        block, catalog.names.at(block), options.max_pixels, catalog.shown(block[0]), masks,
-        resize=options.size is not None, keep=options.keep is not None,
-    )  # fmt: skip
+    return SurveyTask(block, catalog.names.at(block), SurveyOptions.of(options), catalog.shown(block[0]), masks)
 
 
 def again_task(
@@ -373,11 +382,11 @@ def _survey(task: SurveyTask) -> tuple[int, Survey, list[npt.NDArray[Any] | None
     with strict_pillow():
         for position, (index, name) in enumerate(zip(task.indices, task.names, strict=True)):
             try:
-                image = reader.survey(index, name, task.max_pixels)
+                image = reader.survey(index, name, task.options.max_pixels)
                 if task.masks:
                     image, dtypes = _with_masks(reader, image, position, task)
                     found.mask_dtypes = _widest(found.mask_dtypes, dtypes)
-                if task.keep:
+                if task.options.keep:
                     found.kept_bytes[position] = _kept_bytes(reader, index, name)
             except RejectedImageError as error:
                 found.reasons[index], image = str(error), _REJECTED
@@ -411,13 +420,13 @@ def _with_masks(
         name = masks[position]
         with naming_mask(name, kind):
             if kind == schema.IMAGE:
-                further = reader.survey(index, name, task.max_pixels)
-                if not task.resize:
+                further = reader.survey(index, name, task.options.max_pixels)
+                if not task.options.resize:
                     require_size(further.header.height, further.header.width, height, width)
                 marks.append(further.fingerprint)
                 dtypes.append("|u1")
                 continue
-            header, mark = reader.survey_mask(number, index, name, task.max_pixels)
+            header, mark = reader.survey_mask(number, index, name, task.options.max_pixels)
             # Exif may turn the image by 90 degrees. So accept a mask whose height and width are swapped here. Its size
             # is checked again when it is decoded.
             if decode_path != DecodePath.PILLOW or (header.height, header.width) != (width, height):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from h5pack.images.headers import DecodePath
 from h5pack.pack import journal
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.journal import SurveyJournal
-from h5pack.pack.survey import Survey
+from h5pack.pack.survey import Survey, SurveyOptions
 from h5pack.sources.reader import FileReader
 from h5pack.sources.tables import TableReader
 from tests.crashing import convert_in_child, effective_steps, files_of, interrupt, leftovers, wait_for
@@ -169,19 +170,22 @@ def test_the_damaged_rest_is_surveyed_again(
         assert out.read_bytes() == whole
 
 
-@pytest.mark.parametrize("changed", ["name", "max_pixels", "package"])
+OTHER_OPTIONS = {"max_pixels": {"max_pixels": 10_000}, "keep": {"keep": "jpeg"}, "resize": {"size": 8}}
+
+
+@pytest.mark.parametrize("changed", ["name", "package", *(one.name for one in fields(SurveyOptions))])
 def test_another_survey_begins_again(
     source: Path, tmp_path: Path, reads: list[str], changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, out, settings = tmp_path / "in", tmp_path / "o.h5", quick(chunk_rows=8)
+    root, out, settings = tmp_path / "in", tmp_path / "o.h5", quick()
     shutil.copytree(source, root)
     killed_after(60, root, out, settings)
     if changed == "name":
         os.rename(root / "train" / "x" / "00001.jpg", root / "train" / "x" / "a.jpg")
-    elif changed == "max_pixels":
-        settings["max_pixels"] = 10_000
-    else:
+    elif changed == "package":
         monkeypatch.setattr("h5pack.pack.survey.decoder_versions", lambda: {"Pillow": "0.1"})
+    else:
+        settings |= OTHER_OPTIONS[changed]
     h5pack.convert(root, out, **settings, resume=True)
     assert len(reads) == IMAGES
     h5pack.convert(root, tmp_path / "again.h5", **settings)
