@@ -29,6 +29,7 @@ from h5pack.combine.parts import (
 from h5pack.combine.write import CombineReport, virtual_name, write_combination, write_virtual
 from h5pack.errors import NoImagesError, OptionsError, OutputExistsError, SizesDifferError, SourceError
 from h5pack.pack.conversion import Conversion
+from h5pack.pack.options import OF_ROWS
 from h5pack.pack.output import ConvertReport, Output, OutputLock
 from h5pack.pack.plan import ConvertPlan
 from h5pack.read.hdf5 import encode_text, text
@@ -37,11 +38,6 @@ from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.files import require_replaceable
 from h5pack.system.parameters import flags, invalid, require_local
 from h5pack.system.text import counted, first_names, listed
-
-_OF_ROWS = (
-    "fit", "resample", "draft", "mode", "layout", "keep", "max_side", "quality", "max_pixels", "compression",
-)  # fmt: skip
-"""Options of a conversion that determine how an image becomes a row. `append` takes their values from the pack."""
 
 
 def append(
@@ -134,7 +130,7 @@ def append(
             Output(path).remove_leftovers()
         _remove(new_path)
         return unchanged
-    settings = {name: old.options[name] for name in (*_OF_ROWS, "size") if name in old.options} | options
+    settings = {name: old.options[name] for name in OF_ROWS if name in old.options} | options
     only_new = only_new or may_have_ended
     settings |= {"overwrite": overwrite, "resume": resume, "progress": progress}
     with _Addition(source, new_path, old, only_new, split, **settings) as conversion:
@@ -162,8 +158,8 @@ def append(
 
 
 def _require_options(old: Part, options: dict[str, Any], split: str | None) -> None:
-    files = ("size", "chunk_rows", "chunk_bytes", "compat")
-    reasons = dict.fromkeys((*_OF_ROWS, *files), "the pack determines it; leave it out")
+    files = ("chunk_rows", "chunk_bytes", "compat")
+    reasons = dict.fromkeys((*OF_ROWS, *files), "the pack determines it; leave it out")
     reasons["shard_bytes"] = "append writes all new images to one file; leave it out"
     several = "append runs on one machine; convert the new images into a pack of their own, and join the two packs"
     reasons |= dict.fromkeys(("part", "finish", "client"), several)

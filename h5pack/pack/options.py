@@ -45,6 +45,10 @@ _OF_VERSION_0_1 = (
     "size", "fit", "resample", "draft", "mode", "layout", "order", "seed", "chunk_rows", "chunk_bytes", "max_pixels",
     "compat",
 )  # fmt: skip
+# Options that determine whether and how an image becomes a row. `append` takes them from the pack.
+OF_ROWS = (
+    "size", "fit", "resample", "draft", "mode", "layout", "keep", "max_side", "quality", "max_pixels", "compression",
+)  # fmt: skip
 # Options that cannot be combined with `keep`.
 _OF_PIXELS = ("size", "fit", "resample", "draft", "mode", "layout", "chunk_rows", "chunk_bytes", "compression")
 # Options of which only one may be given, and why.

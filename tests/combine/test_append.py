@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from h5pack.errors import (
     SizesDifferError,
     SourceError,
 )
+from h5pack.pack.options import ConvertOptions
 from tests.combine.packs import KINDS, SOURCE, contents, pack, source
 from tests.crashing import changes_in_child, distinct_steps, leftovers, small_file_system
 from tests.makers import class_folders, flat_folder, numbers, pixels, quick, save, split_folders, truncate
@@ -225,6 +226,22 @@ def test_a_name_that_is_not_valid_utf8_is_appended_once(tmp_path: Path) -> None:
     save(folder / os.fsdecode(b"\xfe.jpg"))
     assert h5pack.append(tmp_path / "o.h5", folder, only_new=True, **quick()).added == 1
     assert h5pack.H5Dataset(tmp_path / "o.h5").filenames == ["\\udcff.jpg", "\\udcfe.jpg"]
+
+
+OF_NEW_IMAGES = {
+    "source_kind", "include", "exclude", "limit", "root", "path_column", "label_columns", "split_column",
+    "field_columns", "mask_columns", "text_columns", "box_columns", "keypoint_columns", "box_format", "image_columns",
+    "images", "labels", "fields", "channel_axis", "value_range", "order", "seed", "val", "strict", "num_workers",
+    "start_method", "io", "overwrite", "resume",
+}  # fmt: skip
+
+
+def test_options_are_those_of_the_pack_unless_they_concern_only_the_new_images(tmp_path: Path) -> None:
+    path = h5pack.convert(flat_folder(tmp_path / "in", 2), tmp_path / "o.h5", **quick()).path
+    for name in {field.name for field in fields(ConvertOptions)} - OF_NEW_IMAGES:
+        with pytest.raises(OptionsError) as refused:
+            h5pack.append(path, flat_folder(tmp_path / "more", 2), **{name: getattr(ConvertOptions, name)})
+        assert refused.value.parameters == (name,)
 
 
 def test_images_that_do_not_fit(tmp_path: Path) -> None:
