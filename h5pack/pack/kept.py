@@ -230,7 +230,7 @@ def make_kept_plan(source: str, catalog: Catalog, survey: Survey, options: Conve
     # Readers of packs refuse images with more pixels than `MAX_PIXELS`, even if `max_pixels` allows them.
     for index in np.flatnonzero(pixels > MAX_PIXELS).tolist():
         bomb = f"decompression bomb: {heights[index]}x{widths[index]} is more than {MAX_PIXELS} pixels"
-        survey.reasons.setdefault(index, bomb)
+        survey.reject(index, bomb)
     plan = plan_rows(source, catalog, survey, options)
     origins = plan.row_order.origins
     fits = (survey.kept_bytes > 0) & (sides <= max_side)

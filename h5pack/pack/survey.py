@@ -60,7 +60,7 @@ _REJECTED = SurveyedImage(ImageHeader(0, 0, DecodePath.PILLOW), 0)
 
 @dataclass
 class Survey:
-    """The results of a survey, in the order of the catalog's M images."""
+    """The results of a survey, in the order of the catalog's M images. The size of a rejected image is 0x0."""
 
     heights: npt.NDArray[np.int32]
     widths: npt.NDArray[np.int32]
@@ -75,6 +75,11 @@ class Survey:
     mask_dtypes: list[str] = field(default_factory=list)  # for each field of pixels, the dtype of its widest mask
     orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # in Exif, 1 to 8
     fields: list[dict[str, Any] | None] = field(default_factory=list)  # of a map-style dataset's samples; else empty
+
+    def reject(self, index: int, reason: str) -> None:
+        """Reject an image that the workers accepted."""
+        self.reasons[index] = reason
+        self.heights[index] = self.widths[index] = 0
 
     def add(self, indices: slice | list[int], part: Survey, columns: tuple[str, ...]) -> None:
         """Add a part of the survey. Its images have the catalog indices `indices`; `columns` are the arrays to copy."""
@@ -309,7 +314,7 @@ def _turned(catalog: Catalog, survey: Survey) -> Catalog:
         orientation = int(survey.orientations[index])
         if orientation not in SIDEWAYS or (width, height) != tuple(sizes[index].tolist()):
             wanted = "x".join(map(str, sizes[index].tolist()))
-            survey.reasons.setdefault(index, f"it is {height}x{width}, but its annotations are for {wanted}")
+            survey.reject(index, f"it is {height}x{width}, but its annotations are for {wanted}")
             continue
         for rows in boxes.values():
             corners = rows.row(index).reshape(-1, 2)
@@ -321,9 +326,9 @@ def _turned(catalog: Catalog, survey: Survey) -> Catalog:
 
 def _survey_uniform(reader: SourceReader, size: tuple[int, int], result: Survey, options: SurveyOptions) -> None:
     """Fill `result` for images that are arrays of one size, so that no header needs to be read."""
-    result.heights[:], result.widths[:] = size
     try:
         refuse_bomb(*size, options.max_pixels)
+        result.heights[:], result.widths[:] = size
     except RejectedImageError as error:
         result.reasons.update(dict.fromkeys(range(len(result.heights)), str(error)))
     result.fingerprints[:] = reader.fingerprints(np.arange(len(result.heights)))

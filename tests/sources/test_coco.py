@@ -192,6 +192,15 @@ def test_missing_images_and_images_of_another_size_are_rejected(tmp_path: Path) 
     assert sample.boxes.tolist() == [[15, 12.5, 20, 15]]
 
 
+def test_notes_do_not_count_images_of_another_size_than_annotated(tmp_path: Path) -> None:
+    pictures(tmp_path, 0)
+    pictures(tmp_path, 1, size=(8, 9))
+    path = write(tmp_path / "a.json", [image(0), image(1)], [box(number, [1, 2, 30, 20]) for number in (0, 1)])
+    with Conversion(path, tmp_path / "o.h5", **quick(size=(15, 20))) as conversion:
+        (note,) = conversion.plan().notes()
+    assert "'id'" in note.text
+
+
 @pytest.mark.parametrize("orientation", [5, 6, 7, 8])
 def test_boxes_of_a_file_that_exif_turns_are_turned(tmp_path: Path, orientation: int) -> None:
     pixels = np.zeros((30, 40, 3), np.uint8)
