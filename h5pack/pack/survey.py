@@ -244,7 +244,7 @@ def _require_missing(catalog: Catalog, reasons: dict[int, str], options: Convert
 
 
 def _missing(reasons: dict[int, str]) -> dict[int, str]:
-    """Return the `reasons` which say that a file of an image or mask is missing or cannot be opened."""
+    """Return the `reasons` of files that are missing or cannot be opened. Journals store only the text of a reason."""
     return {index: reason for index, reason in reasons.items() if reason.endswith(tuple(MISSING_FILE_REASONS))}
 
 
