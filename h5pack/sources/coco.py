@@ -89,7 +89,7 @@ def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
     files = _annotation_files(path) if path.is_dir() else {_split_of(path): [path]}
     if not files:
         problem = f"has no {_FOLDER}/{_INSTANCES}_*.json and no {_FOLDER}/{_CAPTIONS}_*.json"
-        raise SourceError.at(path, f"{problem}; give a file of annotations")
+        raise SourceError.at(path, f"{problem}; give annotations, or a table as CSV, TSV or JSONL")
     splits = split_order(_short(name) for name in files)
     top = Path(root) if root is not None else path if path.is_dir() else None
     found, folders = _Annotations(), []
@@ -159,7 +159,8 @@ def _read(path: Path, found: _Annotations, images: dict[int, _Image], split: int
             raise TypeError("its images, annotations or categories are not a list")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         problem = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise SourceError.at(path, f"is not COCO's JSON ({problem}); give a file of annotations") from error
+        problem = f"is not COCO's JSON ({problem}); give a file of annotations, or another table as CSV, TSV or JSONL"
+        raise SourceError.at(path, problem) from error
     known: set[int] = set()
     _add_all(path, "image", entries, lambda entry: _add_image(entry, images, split, known))
     _add_all(path, "category", categories, lambda category: _add_category(found, category))
