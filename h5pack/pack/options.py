@@ -247,7 +247,7 @@ class ConvertOptions:
         """The options that specify how to read the source."""
         return SourceOptions(
             kind=self.source_kind,
-            names=NameFilter(self.include, self.exclude),
+            wanted=NameFilter(self.include, self.exclude),
             columns=ManifestColumns(**{name: getattr(self, one) for name, one in COLUMN_PARAMETERS.items()}),
             datasets=HDF5Datasets(self.images, self.labels, self.fields, self.channel_axis, self.value_range),
             limit=self.limit,

@@ -82,7 +82,7 @@ class SourceOptions:
     """How to read a source. `kind` is one of `KINDS`, or None to detect it."""
 
     kind: str | None = None
-    names: NameFilter = field(default_factory=NameFilter)
+    wanted: NameFilter = field(default_factory=NameFilter)
     columns: ManifestColumns = field(default_factory=ManifestColumns)
     datasets: HDF5Datasets = field(default_factory=HDF5Datasets)
     limit: int | None = None  # maximum number of images, which are evenly spaced in the source; None: all
@@ -115,7 +115,7 @@ def open_source(
             raise OptionsError(f"{where}: not a path; leave out {parameter}", parameters=(parameter,))
         _refuse_unused(where, "dataset", options)
         keys = replace(options.columns, fields=options.datasets.fields)
-        catalog = map_style_catalog(source, keys).filtered(options.names)
+        catalog = map_style_catalog(source, keys).filtered(options.wanted)
     if len(catalog) == 0:
         left_out = [f"{count} {kind}" for kind, count in sorted(catalog.ignored.items())]
         for one in catalog.rejects[:1]:
@@ -134,7 +134,8 @@ def open_source(
 
 
 def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
-    kind, names, opened = options.kind or _detect(path, options.names), options.names, None
+    wanted, opened = options.wanted, None
+    kind = options.kind or _detect(path, wanted)
     needs = _ALL_KINDS[kind].needs
     try:
         if needs:
@@ -155,41 +156,41 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
         case "webdataset" | "parquet":
             return _open_shards(path, kind, options, scratch)
         case "mds":
-            return mds(path, names, options.columns)
+            return mds(path, wanted, options.columns)
         case "manifest":
-            return manifest(path, options.columns, names)
+            return manifest(path, options.columns, wanted)
         case "coco":
-            return coco(path, names, options.columns.root)
+            return coco(path, wanted, options.columns.root)
         case "hdf5":
-            return hdf5_catalog(path, options.datasets, names)
+            return hdf5_catalog(path, options.datasets, wanted)
         case "pairs":
             # `include` selects images only, so it must not be applied to the masks.
-            return pairs(walk(str(path), NameFilter(exclude=names.exclude)), names)
+            return pairs(walk(str(path), NameFilter(exclude=wanted.exclude)), wanted)
         case "celeba":
-            return celeba(path, names)
-    return _open_folder(path, kind, names)
+            return celeba(path, wanted)
+    return _open_folder(path, kind, wanted)
 
 
-def _open_folder(path: Path, kind: str, names: NameFilter) -> Catalog:
-    found = walk(str(path), names)
+def _open_folder(path: Path, kind: str, wanted: NameFilter) -> Catalog:
+    found = walk(str(path), wanted)
     catalog, whole = arranged(found, kind), attributes_of(path)
     notes = catalog.notes
     if whole is not None and catalog.labels is None:
         text = "these are CelebA's images without their attributes; give its main folder, {}, for labels and splits"
         notes += (Note(text.format(whole)),)
     elif catalog.labels is None or notes or schema.NO_LABEL in catalog.labels:
-        notes += unused_note("tables", _tables(path, found, names), "to pack one, give it as the source")
+        notes += unused_note("tables", _tables(path, found, wanted), "to pack one, give it as the source")
     return replace(catalog, notes=notes)
 
 
-def _tables(path: Path, found: Listing, names: NameFilter) -> list[str]:
+def _tables(path: Path, found: Listing, wanted: NameFilter) -> list[str]:
     """Return the relative paths of visible manifests and COCO annotation files in a folder that are not excluded.
 
     Return none if `include` has patterns. Leave out suffixes that more than 100 files have, because each such file
     probably annotates a single image.
     """
     patterns = tuple(suffix_pattern(end) for end in _TABLE_ENDINGS if 0 < found.ignored[f"{end} files"] <= _MAX_TABLES)
-    below = walk(str(path), NameFilter(patterns, names.exclude)).below("") if patterns else ()
+    below = walk(str(path), NameFilter(patterns, wanted.exclude)).below("") if patterns else ()
     return [
         name for name in below if not name.lower().endswith(".json") or b'"images"' in file_start(path / name, 65_536)
     ]
@@ -211,10 +212,10 @@ def _refuse_unused(where: str, kind: str, options: SourceOptions) -> None:
 
 
 def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -> Catalog:
-    names = options.names
+    wanted = options.wanted
     if kind == "parquet":
-        names = replace(names, exclude=(*names.exclude, _CACHES))
-    shards = find_shards(path, names, TAR_SUFFIXES if kind == "webdataset" else TABLE_SUFFIXES)
+        wanted = replace(wanted, exclude=(*wanted.exclude, _CACHES))
+    shards = find_shards(path, wanted, TAR_SUFFIXES if kind == "webdataset" else TABLE_SUFFIXES)
     if not shards.names:
         what = "tar" if kind == "webdataset" else "Parquet or Arrow"
         raise NoImagesError.at(path, f"no {what} files; check the path, include and exclude")
@@ -225,8 +226,8 @@ def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -
 
 def _open_archive(path: Path, opened: tuple[ArchiveFile, Members], kind: str, options: SourceOptions) -> Catalog:
     if kind == "webdataset":
-        return webdataset(Shards(path.parent, [path.name], options.names), [opened], options.columns)
-    catalog = members_catalog(*opened, options.names, kind)
+        return webdataset(Shards(path.parent, [path.name], options.wanted), [opened], options.columns)
+    catalog = members_catalog(*opened, options.wanted, kind)
     has_tables = any(f"{suffix} files" in catalog.ignored for suffix in _TABLE_ENDINGS)
     if has_tables and catalog.labels is None and catalog.kind != "pairs":
         note = Note("tables and JSON files in an archive are not read; unpack it, and give such a file as the source")
@@ -242,15 +243,15 @@ def _archive_format(path: Path) -> str:
     return "zip" if start.startswith(_ZIP_STARTS) else "tar" if start.endswith(_TAR_MAGIC) else ""
 
 
-def _detect(path: Path, names: NameFilter) -> str:
+def _detect(path: Path, wanted: NameFilter) -> str:
     """Return one of `KINDS`, or "folder". The kind of a "folder" or archive depends on the names of its files."""
     if os.path.isdir(path):
         if not os.access(path, os.R_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         named = (("celeba", is_celeba), ("coco", is_coco), ("mds", is_mds))
-        return next((kind for kind, check in named if check(path)), "") or shards_kind(path, names) or "folder"
+        return next((kind for kind, check in named if check(path)), "") or shards_kind(path, wanted) or "folder"
     if not os.path.exists(path):
-        return (shards_kind(path, names) if "{" in str(path) else "") or "folder"
+        return (shards_kind(path, wanted) if "{" in str(path) else "") or "folder"
     if path.is_file():
         suffix = path.suffix.lower()
         if suffix in _MANIFEST_SUFFIXES:

@@ -75,8 +75,8 @@ class Listing:
         return ([top] if top in self.folders else []) + self.order[first:last]
 
 
-def walk(root: str, names: NameFilter, top: str = "") -> Listing:
-    """Find all files that the filter `names` selects in the folder `top` of `root` and its visible subfolders.
+def walk(root: str, wanted: NameFilter, top: str = "") -> Listing:
+    """Find all files that the filter `wanted` selects in the folder `top` of `root` and its visible subfolders.
 
     The order does not depend on the file system. Links to files and folders are followed, but not a link that leads
     back to a folder above it.
@@ -99,11 +99,11 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
             if visits[identity] > _MAX_VISITS:  # A few folders with links to each other have billions of paths.
                 problem = f"links lead here on over {_MAX_VISITS:,} paths; remove some of the links"
                 raise SourceError.at(os.path.realpath(path), problem)
-            wanted, below = _list_folder(path, folder, names, found.ignored)
+            selected, below = _list_folder(path, folder, wanted, found.ignored)
         except OSError as error:
             # A link that cannot be followed may stand for a file, so a pattern may exclude it by its own name.
-            is_excluded = os.path.islink(path) and not NameFilter((), names.exclude).allows(folder)
-            if is_excluded or names.excludes_below(folder):
+            is_excluded = os.path.islink(path) and not NameFilter((), wanted.exclude).allows(folder)
+            if is_excluded or wanted.excludes_below(folder):
                 found.ignored["excluded folders"] += 1
                 continue
             problem = f"cannot be read ({error.strerror}); make it readable, or skip its content with exclude"
@@ -111,13 +111,13 @@ def walk(root: str, names: NameFilter, top: str = "") -> Listing:
         stack += [(name, above | {identity}) for name in below]
         if below:
             found.subfolders[folder] = sorted(map(os.path.basename, below))
-        if wanted:
-            found.folders[folder] = "\0".join(sorted(wanted))
+        if selected:
+            found.folders[folder] = "\0".join(sorted(selected))
     found.order = sorted(found.folders)
     return found
 
 
-def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: NameFilter) -> Listing:
+def list_names(root: str, files: Iterable[str], folders: Iterable[str], wanted: NameFilter) -> Listing:
     """Return the listing that `walk` would return for a folder of these files and folders (relative paths)."""
     found, visible, hidden = Listing(root), set[str](), set[str]()
     in_folder = defaultdict[str, list[str]](list)
@@ -131,10 +131,10 @@ def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: N
         if first < len(parts):
             hidden.add(paths[first])
             continue
-        refusals = {file: names.refusal(file) for file in in_folder.get(folder, ())}
+        refusals = {file: wanted.refusal(file) for file in in_folder.get(folder, ())}
         found.ignored.update(refusal for refusal in refusals.values() if refusal is not None)
-        if wanted := sorted(file.rpartition("/")[2] for file, refusal in refusals.items() if refusal is None):
-            found.folders[folder] = "\0".join(wanted)
+        if selected := sorted(file.rpartition("/")[2] for file, refusal in refusals.items() if refusal is None):
+            found.folders[folder] = "\0".join(selected)
     if hidden:
         found.ignored["hidden folders"] = len(hidden)
     for folder in sorted(visible):
@@ -144,9 +144,9 @@ def list_names(root: str, files: Iterable[str], folders: Iterable[str], names: N
     return found
 
 
-def _list_folder(path: str, folder: str, names: NameFilter, ignored: Counter[str]) -> tuple[list[str], list[str]]:
+def _list_folder(path: str, folder: str, wanted: NameFilter, ignored: Counter[str]) -> tuple[list[str], list[str]]:
     """Return the names of a folder's selected files, and the paths of its visible subfolders relative to the root."""
-    wanted, below = [], []
+    selected, below = [], []
     with os.scandir(path) as entries:
         for entry in entries:
             name = entry.name
@@ -156,11 +156,11 @@ def _list_folder(path: str, folder: str, names: NameFilter, ignored: Counter[str
                     below.append(relative)
                 else:
                     ignored["hidden folders"] += 1
-            elif (refusal := names.refusal(relative)) is None:
-                wanted.append(name)
+            elif (refusal := wanted.refusal(relative)) is None:
+                selected.append(name)
             else:
                 ignored[refusal] += 1
-    return wanted, below
+    return selected, below
 
 
 def is_visible(name: str) -> bool:

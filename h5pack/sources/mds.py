@@ -65,13 +65,13 @@ def _folders(path: Path) -> list[str]:
     return [name for name in os.listdir(path) if not name.startswith(".")]
 
 
-def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
+def mds(path: Path, wanted: NameFilter, columns: ManifestColumns) -> Catalog:
     """Return the catalog of a folder of MDS shards, or of a folder of such folders, in the order of the samples."""
     folders = [folder for folder in sorted(_folders(path)) if (path / folder / INDEX).is_file()]
     found = [(name, shard) for folder in folders for name, shard in _read_index(path, folder)]
     if not found:
         raise SourceError.at(path, f"has no {INDEX} that lists MDS shards; check the path")
-    shards = Shards(path, [name for name, _ in found], names)
+    shards = Shards(path, [name for name, _ in found], wanted)
     opened = [shard for _, shard in found]
     image = columns.path or _find_images(opened[0])
     images: list[str] = []
@@ -91,7 +91,7 @@ def mds(path: Path, names: NameFilter, columns: ManifestColumns) -> Catalog:
         lambda row: f": {images[row]}",
         frozenset(name for name, encoding in opened[0].encodings.items() if encoding not in {*_NUMBERS, *_TEXTS}),
     )  # fmt: skip
-    return with_columns(catalog, table, columns, {image}).filtered(names)
+    return with_columns(catalog, table, columns, {image}).filtered(wanted)
 
 
 def _read_index(root: Path, folder: str) -> Iterator[tuple[str, _Shard]]:

@@ -166,7 +166,7 @@ def test_the_source_gets_its_options() -> None:
     options = ConvertOptions(**given).source_options  # type: ignore[arg-type]
     assert options == SourceOptions(
         kind="flat",
-        names=NameFilter(include=("*.png",), exclude=("x*",)),
+        wanted=NameFilter(include=("*.png",), exclude=("x*",)),
         columns=ManifestColumns(
             path="p", labels=("a", "b"), split="s", fields=("f",), root="/data", texts=("t",), boxes=("b",),
             keypoints=("k",), box_format="xywh", masks=("m",), images=("i",),

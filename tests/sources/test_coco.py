@@ -140,7 +140,7 @@ def test_one_file_of_annotations_finds_its_images(tmp_path: Path, where: str) ->
     assert catalog.split_names == ("train",)
     assert len(catalog.reader.read(1, catalog.names[1])) > 0  # type: ignore[arg-type]
     assert list(catalog.fields) == ["image_ids", "boxes", "box_labels", "crowd"]
-    assert len(open_source(path, SourceOptions(names=NameFilter(exclude=("*0.png",)), columns=rooted))) == 1
+    assert len(open_source(path, SourceOptions(wanted=NameFilter(exclude=("*0.png",)), columns=rooted))) == 1
 
 
 def test_boxes_outside_are_clipped_and_those_without_area_left_out(tmp_path: Path) -> None:

@@ -65,8 +65,8 @@ def test_a_mixture_of_splits_and_classes_is_an_error_that_names_both(tmp_path: P
     assert caught.value.parameters == ("source_kind='splits'", "source_kind='classes'", "exclude='data/cat/*'")
     assert {*open_source(tmp_path, SourceOptions("splits")).split_names} == {"cat", "train"}
     assert open_source(tmp_path / "data", SourceOptions("classes")).label_names == ("cat", "train")
-    assert kind_of(tmp_path, names=NameFilter(exclude=("data/cat/*",))) == "splits"
-    assert kind_of(tmp_path, names=NameFilter(exclude=("data/train/*",))) == "classes"
+    assert kind_of(tmp_path, wanted=NameFilter(exclude=("data/cat/*",))) == "splits"
+    assert kind_of(tmp_path, wanted=NameFilter(exclude=("data/train/*",))) == "classes"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_images_beside_their_masks_are_not_classes(tmp_path: Path, names: list[s
     pairs, exclude, same = caught.value.parameters
     assert (pairs, same) == ("source_kind='pairs'", f"source_kind={kind!r}")
     assert repr(pair) in str(caught.value)
-    left = open_source(root, SourceOptions(names=NameFilter(exclude=(exclude.split("'")[1],))))
+    left = open_source(root, SourceOptions(wanted=NameFilter(exclude=(exclude.split("'")[1],))))
     assert 0 < len(left) < len(open_source(root, SourceOptions("flat")))
     assert kind_of(root, kind="pairs") == "pairs"
     assert kind_of(root, kind=kind) == kind
@@ -165,7 +165,7 @@ def test_masks_beside_their_images_are_not_images(tmp_path: Path, names: list[st
     assert kind_of(root, kind="pairs") == "pairs"
     assert kind_of(root, kind=kind) == kind
     masks = sum(ending in name for name in names)
-    assert len(open_source(root, SourceOptions(names=NameFilter(exclude=(pattern,))))) == len(names) - masks
+    assert len(open_source(root, SourceOptions(wanted=NameFilter(exclude=(pattern,))))) == len(names) - masks
 
 
 def test_a_note_names_tables_beside_images_without_labels(tmp_path: Path) -> None:
@@ -187,13 +187,13 @@ def test_hidden_and_excluded_tables_are_not_named(tmp_path: Path, monkeypatch: p
     touch(tmp_path, "1.jpg", "a.csv", "._a.csv", "closed/b.csv", "closed/2.jpg")
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: scandir(path if "closed" not in str(path) else "/nowhere"))
-    catalog = open_source(tmp_path, SourceOptions(names=NameFilter(exclude=("closed/*",))))
+    catalog = open_source(tmp_path, SourceOptions(wanted=NameFilter(exclude=("closed/*",))))
     assert list(catalog.names) == ["1.jpg"]
     (note,) = catalog.notes
     assert ["'a.csv'" in note.text, "._a.csv" in note.text, "b.csv" in note.text] == [True, False, False]
     (tmp_path / "a.csv").rename(tmp_path / "A.CSV")
     (tmp_path / "B.JSON").write_text("{}")
-    (note,) = open_source(tmp_path, SourceOptions(names=NameFilter(exclude=("closed/*",)))).notes
+    (note,) = open_source(tmp_path, SourceOptions(wanted=NameFilter(exclude=("closed/*",)))).notes
     assert ["'A.CSV'" in note.text, "B.JSON" in note.text] == [True, False]
 
 

@@ -30,8 +30,8 @@ def touch(root: Path, *names: str) -> Path:
     return root
 
 
-def found(root: Path, names: NameFilter = EVERYTHING) -> list[str]:
-    return list(walk(str(root), names).below(""))
+def found(root: Path, wanted: NameFilter = EVERYTHING) -> list[str]:
+    return list(walk(str(root), wanted).below(""))
 
 
 def torchvision_order(folder: str) -> list[str]:
@@ -315,7 +315,7 @@ def test_a_note_names_classes_without_images(
     root = touch(tmp_path / "in", *names)
     (root / empty).mkdir(exist_ok=True)
     for source in (root, tar_file(tmp_path / "in.tar", root)):
-        catalog = open_source(source, SourceOptions(names=NameFilter(exclude=exclude)))
+        catalog = open_source(source, SourceOptions(wanted=NameFilter(exclude=exclude)))
         assert len(catalog.notes) == notes
         assert len(catalog.label_names) == len(set(catalog.labels.tolist())) + notes
 

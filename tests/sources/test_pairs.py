@@ -126,7 +126,7 @@ def test_what_is_no_pair_is_counted_or_rejected(tmp_path: Path) -> None:
     assert [*catalog.pixel_fields[0].files] == ["masks/1.png"] * 2
     assert {reject.name for reject in catalog.rejects} == {"images/2.jpg", "images/3.jpg"}
     assert catalog.ignored == {".txt files": 1, "other images": 2, "files of 'masks' without an image": 1}
-    some = open_source(tmp_path, SourceOptions("pairs", names=NameFilter(("*.png",), ("notes/*",))))
+    some = open_source(tmp_path, SourceOptions("pairs", wanted=NameFilter(("*.png",), ("notes/*",))))
     assert ([*some.names], [*some.pixel_fields[0].files]) == (["images/1.png"], ["masks/1.png"])
     assert (some.rejects, some.ignored["not included"], some.ignored["excluded"]) == ((), 3, 1)
 
