@@ -34,7 +34,7 @@ from h5pack.sources.detect import SourceOptions, open_source
 from tests.crashing import convert_in_child, small_file_system
 from tests.makers import class_folders, flat_folder, pixels, quick, save, split_folders, tar_file, truncate, zip_file
 from tests.read.encoded_files import encode
-from tests.sources.test_folders import touch
+from tests.sources.files import touch
 
 
 def tar_of_tars(path: Path, root: Path, mode: str = "w") -> Path:

@@ -12,8 +12,7 @@ from h5pack.errors import SourceError
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.celeba import _read, celeba, is_celeba
 from h5pack.sources.detect import SourceOptions, open_source
-from tests.sources.test_folders import touch
-from tests.sources.test_text_tables import written
+from tests.sources.files import touch, written
 
 COLUMNS = ("5_o_Clock_Shadow", "Bald", "Young")
 ATTRIBUTES = {f"{number:06d}.jpg": (1, -1, 1 if number % 2 else -1) for number in range(1, 7)}

@@ -19,7 +19,7 @@ from h5pack.sources.coco import coco
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns
 from tests.makers import quick
-from tests.sources.test_manifest import rows_of
+from tests.sources.files import rows_of
 
 CATEGORIES = [{"id": 7, "name": "dog"}, {"id": 3, "name": "cat"}, {"id": 90, "name": "car"}]
 NAMES = ["boxes", "box_labels", "crowd", "image_ids", "captions"]

@@ -15,7 +15,7 @@ from h5pack.sources import detect
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from tests.makers import save, tar_file
-from tests.sources.test_folders import touch
+from tests.sources.files import touch
 
 
 def kind_of(root: Path, **settings: object) -> str:

@@ -18,16 +18,9 @@ from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.folders import walk
 from tests.makers import tar_file
+from tests.sources.files import touch
 
 EVERYTHING = NameFilter()
-
-
-def touch(root: Path, *names: str) -> Path:
-    for name in names:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
-    return root
 
 
 def found(root: Path, wanted: NameFilter = EVERYTHING) -> list[str]:

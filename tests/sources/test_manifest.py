@@ -12,12 +12,11 @@ import pytest
 
 from h5pack.errors import NoImagesError, OptionsError, SourceError
 from h5pack.format import schema
-from h5pack.format.fields import FieldValues, RaggedRows, parse_texts
+from h5pack.format.fields import parse_texts
 from h5pack.sources.catalog import Catalog, NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns, manifest
-from tests.sources.test_folders import touch
-from tests.sources.test_text_tables import written
+from tests.sources.files import rows_of, touch, written
 
 
 def test_a_manifest_whose_images_are_all_rejected_says_why(tmp_path: Path) -> None:
@@ -251,11 +250,6 @@ def test_a_text_of_json_that_is_not_a_path_is_an_error(tmp_path: Path, cell: str
 
 def test_undecodable_bytes_of_a_path_are_kept_as_surrogates(tmp_path: Path) -> None:
     assert [*read(tmp_path / "m.jsonl", '{"path": "\\udcff.jpg"}').names] == ["\udcff.jpg"]
-
-
-def rows_of(values: FieldValues) -> tuple[str, list[Any]]:
-    assert isinstance(values, RaggedRows)
-    return values.kind, [row if isinstance(row, (str, list)) else row.tolist() for row in values.values()]
 
 
 COLUMNS = ManifestColumns(

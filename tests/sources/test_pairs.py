@@ -10,7 +10,7 @@ from h5pack.errors import OptionsError, SourceError
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.detect import SourceOptions, open_source
 from tests.makers import tar_file
-from tests.sources.test_folders import touch
+from tests.sources.files import touch
 
 
 @pytest.mark.parametrize(

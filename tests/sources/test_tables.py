@@ -28,7 +28,7 @@ from h5pack.sources.manifest import ManifestColumns
 from tests.crashing import interrupt
 from tests.makers import break_package, pixels, quick
 from tests.read.encoded_files import encode
-from tests.sources.test_manifest import rows_of
+from tests.sources.files import rows_of
 
 
 def png(seed: int) -> bytes:

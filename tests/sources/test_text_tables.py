@@ -17,11 +17,7 @@ from h5pack.sources import text_tables
 from h5pack.sources.catalog import NameFilter
 from h5pack.sources.manifest import ManifestColumns, manifest
 from h5pack.sources.text_tables import TextTable, binary_table, integers, numbers, read_delimited
-
-
-def written(path: Path, text: str | bytes) -> Path:
-    path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return path
+from tests.sources.files import written
 
 
 def table(*cells: str, column: str = "x") -> TextTable:

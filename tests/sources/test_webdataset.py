@@ -20,9 +20,8 @@ from h5pack.sources.detect import SourceOptions, open_source
 from h5pack.sources.manifest import ManifestColumns
 from h5pack.sources.shards import Shards, expand_braces, find_shards
 from tests.makers import pixels, quick, save
+from tests.sources.files import rows_of, touch
 from tests.sources.test_archives import add
-from tests.sources.test_folders import touch
-from tests.sources.test_manifest import rows_of
 from tests.sources.test_tables import png
 
 
