@@ -134,7 +134,7 @@ def open_source(
 
 
 def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
-    wanted, opened = options.wanted, None
+    wanted = options.wanted
     kind = options.kind or _detect(path, wanted)
     needs = _ALL_KINDS[kind].needs
     try:
@@ -146,12 +146,12 @@ def _open_path(path: Path, options: SourceOptions, scratch: Path) -> Catalog:
         opened = open_zip(path) if archive == "zip" else open_tar(path, scratch)
         if archive == "tar" and kind == "folder" and is_webdataset(opened[1]):
             kind = "webdataset"
-    elif needs and (found := "a folder" if path.is_dir() else "a file") not in needs:
+        _refuse_unused(str(path), kind, options)
+        return _open_archive(path, opened, kind, options)
+    if needs and (found := "a folder" if path.is_dir() else "a file") not in needs:
         parameter = f"source_kind={kind!r}"
         raise SourceError.at(path, f"{parameter} needs {' or '.join(needs)}, not {found}; check the path", parameter)
     _refuse_unused(str(path), kind, options)
-    if opened is not None:
-        return _open_archive(path, opened, kind, options)
     match kind:
         case "webdataset" | "parquet":
             return _open_shards(path, kind, options, scratch)
