@@ -158,8 +158,8 @@ def append(
 
 
 def _require_options(old: Part, options: dict[str, Any], split: str | None) -> None:
-    files = ("chunk_rows", "chunk_bytes", "compat")
-    reasons = dict.fromkeys((*OF_ROWS, *files), "the pack determines it; leave it out")
+    of_pack = (*OF_ROWS, "chunk_rows", "chunk_bytes", "compat")
+    reasons = dict.fromkeys(of_pack, "the pack determines it; leave it out")
     reasons["shard_bytes"] = "append writes all new images to one file; leave it out"
     several = "append runs on one machine; convert the new images into a pack of their own, and join the two packs"
     reasons |= dict.fromkeys(("part", "finish", "client"), several)
@@ -169,8 +169,7 @@ def _require_options(old: Part, options: dict[str, Any], split: str | None) -> N
         raise OptionsError.at(old.path, problem, "val", "split")
     for name, reason in reasons.items():
         if name in options:
-            text = f"{old.path}: {name} cannot be given, because {reason}"
-            raise OptionsError(text, path=old.path, parameters=(name,))
+            raise OptionsError.at(old.path, f"{name} cannot be given, because {reason}", name)
 
 
 def _path_for_new(old: Part, *, overwrite: bool, resume: bool) -> Path:
