@@ -65,7 +65,7 @@ class Survey:
     heights: npt.NDArray[np.int32]
     widths: npt.NDArray[np.int32]
     decode_paths: npt.NDArray[np.uint8]  # the `DecodePath` of each image
-    fingerprints: npt.NDArray[np.uint64]
+    fingerprints: npt.NDArray[np.uint64]  # 0 for images that workers rejected
     reasons: dict[int, str]  # why images are rejected, by catalog index
     labels: npt.NDArray[Any] | None = None  # of a map-style dataset's samples; else None
     unused: set[str] = field(default_factory=set)  # names of parts of samples that are not packed, such as dict keys

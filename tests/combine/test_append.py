@@ -234,13 +234,15 @@ OF_NEW_IMAGES = {
     "images", "labels", "fields", "channel_axis", "value_range", "order", "seed", "val", "strict", "num_workers",
     "start_method", "io", "overwrite", "resume",
 }  # fmt: skip
+"""The options that `append` accepts. All others are those of the pack, or refused."""
 
 
 def test_options_are_those_of_the_pack_unless_they_concern_only_the_new_images(tmp_path: Path) -> None:
-    path = h5pack.convert(flat_folder(tmp_path / "in", 2), tmp_path / "o.h5", **quick()).path
+    folder = flat_folder(tmp_path / "in", 2)
+    path = h5pack.convert(folder, tmp_path / "o.h5", **quick()).path
     for name in {field.name for field in fields(ConvertOptions)} - OF_NEW_IMAGES:
         with pytest.raises(OptionsError) as refused:
-            h5pack.append(path, flat_folder(tmp_path / "more", 2), **{name: getattr(ConvertOptions, name)})
+            h5pack.append(path, folder, **{name: getattr(ConvertOptions, name)})
         assert refused.value.parameters == (name,)
 
 
