@@ -110,7 +110,8 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         if rows > max(_MAX_EMPTY_ROWS, _MAX_ROWS_PER_BYTE * size):
             raise dataset_source_error(path, images, f"has {rows:,} rows, too many for its file; restore the file")
     pack = describe_file(path, images, None, sized=False)
-    rows = pack.indexes[images].rows
+    images, index = next(iter(pack.indexes.items()))  # In a pack of kept files, "images" stands for "encoded".
+    rows = index.rows
     asked = tuple(find_field(file, name) for name in datasets.fields)
     own = is_pack(file) and images in (schema.IMAGES, schema.ENCODED)
     labels = None if datasets.labels is None else datasets.labels.strip("/") or None
@@ -123,7 +124,7 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     twice = (Note(f"{labels!r} is packed as labels, not as a field"),) if labels in asked else ()
     if own and not asked:
         fields = tuple(own_fields(file))
-    form = None if pack.indexes[images].is_encoded else _form(path, require_dataset(file, images), datasets)
+    form = None if index.is_encoded else _form(path, require_dataset(file, images), datasets)
     if form is None and (datasets.channel_axis or datasets.value_range):
         problem = f"{images!r} holds encoded images; leave out channel_axis and value_range, which apply to arrays only"
         raise OptionsError.at(path, problem, "channel_axis", "value_range", dataset=images)

@@ -26,6 +26,7 @@ from h5pack.sources.hdf5_catalog import (
 )
 from h5pack.sources.manifest import ManifestColumns
 from tests.makers import pair_folders, quick, split_folders
+from tests.read.encoded_files import jpegs, write_kept
 
 ROWS = 6
 LABELS = np.arange(ROWS)
@@ -176,6 +177,13 @@ def test_notes_say_why_datasets_are_not_packed(tmp_path: Path) -> None:
     assert found.names[1] == "1.jpg"
     damaged, missing = (note.text for note in found.notes)
     assert ("datasets 'bad';" in damaged, "length" in damaged, "links 'gone';" in missing) == (True, False, True)
+
+
+def test_kept_images_may_be_named_images(tmp_path: Path) -> None:
+    path = write_kept(tmp_path / "f.h5", jpegs(ROWS))
+    found, expected = (catalog(path, images=name) for name in ("images", "encoded"))
+    assert (found.about, list(found.names), found.notes) == (expected.about, list(expected.names), expected.notes)
+    assert h5pack.preview(path, images="images") == h5pack.preview(path, images="encoded")
 
 
 def test_masks_of_kept_images_that_are_not_packed_are_named_as_fields(tmp_path: Path) -> None:
