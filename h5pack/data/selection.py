@@ -108,7 +108,6 @@ def _class_weights(dataset: H5Dataset, rows: RowSet, text: str) -> npt.NDArray[n
     for low in range(0, rows.count, _BLOCK_ROWS):
         positions = np.arange(low, min(low + _BLOCK_ROWS, rows.count))
         labels[positions] = dataset.read_rows(dataset.label_name, rows.rows_at(positions)[0])
-    # In a file with class names, NO_LABEL marks rows without a label; in other files it is an ordinary label.
     weights = balanced_weights(labels, None if dataset.classes is None else NO_LABEL)
     if weights is None:
         raise error(f"{dataset.path}: weights='balanced' needs labels, but no row has one; give weights as numbers")

@@ -138,7 +138,7 @@ def read_labels(
         return _byte_table(path, name, values, as_field), columns
     labels = values.astype(np.int64)
     classes = attribute_names(dataset, schema.CLASSES) or _enum_names(dataset)
-    # In a pack, and beside names of classes, -1 means that there is no label. So it does if all labels are -1.
+    # In a pack, beside class names, and if all labels are -1, -1 may be `NO_LABEL`, which must not become 0.
     if classes is None and not is_pack(file) and labels.max(initial=0) > 0:
         labels = zero_for_minus_one(labels)
     if classes is not None and len(labels) and not schema.NO_LABEL <= labels.min() <= labels.max() < len(classes):

@@ -131,6 +131,22 @@ def test_rows_are_spaced_or_drawn(tmp_path: Path) -> None:
     assert len(rows()) == 32
 
 
+@pytest.mark.parametrize(("classes", "last", "is_class"), [(None, "label -1", True), ("abc", "no label", False)])
+def test_minus_one_is_a_class_if_classes_have_no_names(
+    tmp_path: Path, classes: str | None, last: str, is_class: bool
+) -> None:
+    labels = np.repeat([-1, 0, 2], [2, 4, 6])
+    path = hdf5_file(tmp_path / "f.h5", images=np.zeros((12, 9, 9), np.uint8), labels=labels)
+    if classes is not None:
+        with h5py.File(path, "a") as file:
+            file["labels"].attrs["classes"] = list(classes)
+    (split,) = preview(path).splits
+    assert ({one.name: one.rows for one in split.classes}[last], split.named) == (2, 2 + is_class)
+    assert h5pack.info(path, stats=True).stats["labels"]["-1"] == 2
+    drawn = h5pack.ChunkSampler(h5pack.H5Dataset(path), weights="balanced", num_samples=30)
+    assert np.count_nonzero(labels[list(drawn)] == -1) == 10 * is_class
+
+
 def test_classes_that_are_left_out_are_counted(tmp_path: Path, drawn: list[Any]) -> None:
     hdf5_file(tmp_path / "f.h5", images=np.zeros((60, 9, 9), np.uint8), labels=np.arange(60) % 30 - 1)
     with h5py.File(tmp_path / "f.h5", "a") as file:
