@@ -105,7 +105,8 @@ class ChunkGroup:
 class BatchPlan(ABC):
     """The batches of a rank, and the chunk groups in which their rows are read: all that samplers and loaders need.
 
-    It has all parameters of an order except the epoch. The abstract members describe every epoch.
+    It has all parameters of an order except the epoch. The abstract members describe every epoch: all epochs have the
+    same number of batches, and batches with the same number have the same number of rows.
     """
 
     rows: RowSampler
