@@ -53,6 +53,10 @@ class RowSampler(Protocol):
         """Number of distinct rows of the file that an epoch can contain."""
         return len(self.unique_rows())
 
+    @property
+    def repeats_rows(self) -> bool:
+        """Whether an epoch may have several copies of a row."""
+
     def epoch_rows(self, key: int) -> EpochRows:
         """Return the rows of the epoch whose 64-bit random key is `key`."""
 
@@ -78,6 +82,10 @@ class RowSet(RowSampler, EpochRows):
 
     def __init__(self, count: int, chunk_rows: int, pack_digest: int | None) -> None:
         self.count, self.chunk_rows, self._pack_digest = count, chunk_rows, pack_digest
+
+    @property
+    def repeats_rows(self) -> bool:
+        return self.unique_count < self.count
 
     def epoch_rows(self, key: int) -> RowSet:
         return self

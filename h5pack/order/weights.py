@@ -54,6 +54,8 @@ class WeightedRows(RowSampler):
     be above 0. The object does not keep a reference to the array.
     """
 
+    repeats_rows = True
+
     def __init__(self, rows: RowSet, weights: npt.NDArray[np.float64], num_samples: int) -> None:
         self.rows, self.count, self.chunk_rows = rows, num_samples, rows.chunk_rows
         self._digest = zlib.crc32(np.ascontiguousarray(weights, "<f8").data)

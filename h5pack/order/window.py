@@ -35,7 +35,6 @@ import numpy.typing as npt
 from h5pack.errors import OptionsError
 from h5pack.order.permutation import TABLE_ROWS, Permutation, derive_key
 from h5pack.order.row_ranges import EpochRows, Rows, RowSampler
-from h5pack.order.weights import WeightedRows
 from h5pack.system.arrays import shuffled
 from h5pack.system.parameters import flags, invalid, whole_number
 from h5pack.system.properties import cached_property
@@ -269,7 +268,7 @@ class OrderPlan(BatchPlan):
 
     @cached_property
     def repeats_rows(self) -> bool:
-        return isinstance(self.rows, WeightedRows) or self.rows.unique_count < self.rows.count
+        return self.rows.repeats_rows
 
     def identity(self) -> dict[str, Any]:
         return {
