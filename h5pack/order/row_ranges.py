@@ -145,16 +145,13 @@ class RowRange(RowSet):
 
 
 class RowSubset(RowSet):
-    """Any rows of the file; a row may be repeated. The constructor sorts them into the file's order.
+    """Any rows of the file, in ascending order; a row may be repeated.
 
     `indices` are the dataset indices that a sampler yields for `rows`; both are int64, (n,).
     """
 
     def __init__(self, rows: Rows, indices: Rows, chunk_rows: int, pack_digest: int | None = None) -> None:
         super().__init__(len(rows), chunk_rows, pack_digest)
-        if (rows[1:] < rows[:-1]).any():
-            order = np.argsort(rows, kind="stable")
-            rows, indices = rows[order], indices[order]
         self._rows, self._indices = rows, indices
         self._edges = equal_runs(self._rows // chunk_rows)
         self.chunk_count = len(self._edges) - 1

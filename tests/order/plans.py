@@ -23,13 +23,19 @@ Drawn = tuple[RowSet, list[float], int]
 _weights = st.integers(0, 9).map(float) | st.floats(0, 1) | st.sampled_from([1e-300, 5e-324, 1 / 3, 1e6, 1.7e308])
 
 
+def subset(rows: Sequence[int], chunk_rows: int) -> RowSubset:
+    """Return a subset whose index i is ``rows[i]``; `rows` may be in any order."""
+    order = np.argsort(rows, kind="stable")
+    return RowSubset(np.array(rows, np.int64)[order], order, chunk_rows)
+
+
 @st.composite
 def weighted(draw: st.DrawFn) -> Drawn:
     start, count, chunk_rows = draw(st.integers(0, 30)), draw(st.integers(1, 60)), draw(st.integers(1, 12))
     rows: RowSet = RowRange(start, start + count, chunk_rows)
     if not draw(st.integers(0, 2)):
         chosen = draw(st.lists(st.integers(0, 80), min_size=count, max_size=count))
-        rows = RowSubset(np.array(chosen), np.arange(count), chunk_rows)
+        rows = subset(chosen, chunk_rows)
     weights = draw(st.lists(_weights, min_size=count, max_size=count))
     weights[draw(st.integers(0, count - 1))] = draw(_weights.filter(bool))
     return rows, weights, draw(st.integers(1, 150))

@@ -72,8 +72,9 @@ def test_a_span_is_as_its_rows_one_by_one(start: int, count: int, chunk_rows: in
 
 
 @given(st.lists(st.integers(0, 40), max_size=60), st.integers(1, 12), st.data())
-def test_chosen_rows_in_any_order_with_repeats(chosen: list[int], chunk_rows: int, data: st.DataObject) -> None:
+def test_chosen_rows_with_repeats(chosen: list[int], chunk_rows: int, data: st.DataObject) -> None:
     indices = data.draw(st.permutations(range(len(chosen))))
+    chosen.sort()
     slow = Slow.of(list(zip(chosen, indices, strict=True)), chunk_rows)
     rows = RowSubset(np.array(chosen, np.int64), np.array(indices, np.int64), chunk_rows)
     require_equal(rows, slow, data)
@@ -90,7 +91,7 @@ def test_a_span_of_a_billion_rows_is_arithmetic() -> None:
 
 
 def test_identities_tell_row_sets_apart_and_are_numbers_and_texts() -> None:
-    some, numbers = np.array([3, 1, 8]), np.arange(3)
+    some, numbers = np.array([1, 3, 8]), np.array([1, 0, 2])
     sets = [
         *(RowRange(0, 9, 3), RowRange(1, 10, 3), RowRange(0, 10, 3), RowRange(0, 9, 2)),
         *(RowSubset(some, numbers, 3), RowSubset(some, numbers + 1, 3), RowSubset(some + 1, numbers, 3)),

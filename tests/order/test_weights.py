@@ -26,12 +26,12 @@ from torch.utils.data import Subset, random_split
 import h5pack
 from h5pack.errors import OptionsError, StateError
 from h5pack.order.permutation import derive_key
-from h5pack.order.row_ranges import EpochRows, RowRange, Rows, RowSet, RowSubset
+from h5pack.order.row_ranges import EpochRows, RowRange, Rows, RowSet
 from h5pack.order.weights import MAX_SAMPLES, WeightedRows, balanced_weights
 from h5pack.order.window import OrderPlan
 from tests.data import packs
 from tests.data.packs import threads_end
-from tests.order.plans import EPOCHS, MANY, SHUFFLES, Drawn, batches, weigh, weighted
+from tests.order.plans import EPOCHS, MANY, SHUFFLES, Drawn, batches, subset, weigh, weighted
 from tests.stacks import watched
 
 
@@ -177,7 +177,7 @@ def test_what_can_be_drawn_is_all_rows_above_zero() -> None:
     some = weigh(span, [0, 1] * 10, 5)
     assert (some.unique_count, list(some.unique_rows())) == (10, list(range(11, 30, 2)))
     assert weigh(span, [1.0] * 20, 5).unique_rows() == range(10, 30)
-    chosen = RowSubset(np.array([9, 2, 9, 4]), np.arange(4), 4)
+    chosen = subset([9, 2, 9, 4], 4)
     assert list(weigh(chosen, [0, 1, 0, 2], 5).unique_rows()) == [4, 9]
     assert weigh(chosen, [1, 1, 1, 1], 5).unique_count == 3
 

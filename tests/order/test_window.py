@@ -19,9 +19,9 @@ from torch.utils.data import DistributedSampler
 
 from h5pack.errors import OptionsError
 from h5pack.order import permutation, window
-from h5pack.order.row_ranges import RowRange, RowSet, RowSubset
+from h5pack.order.row_ranges import RowRange, RowSet
 from h5pack.order.window import ChunkGroup, OrderPlan, merge_groups
-from tests.order.plans import EPOCHS, MANY, SHUFFLES, batches, require_groups, targets, weigh, weighted
+from tests.order.plans import EPOCHS, MANY, SHUFFLES, batches, require_groups, subset, targets, weigh, weighted
 
 SOME = settings(MANY, max_examples=20)
 
@@ -33,7 +33,7 @@ def row_sets(draw: st.DrawFn, least: int = 0) -> RowSet:
     if draw(st.integers(0, 2)):
         return RowRange(start, start + count, chunk_rows)
     rows = draw(st.lists(st.integers(0, draw(st.integers(0, 150))), min_size=least, max_size=150))
-    return RowSubset(np.array(rows, np.int64), np.arange(len(rows)), chunk_rows)
+    return subset(rows, chunk_rows)
 
 
 drawn_rows = weighted().map(lambda drawn: weigh(*drawn))
@@ -175,7 +175,7 @@ def test_batches_have_the_promised_sizes_and_rows_match_indices(plan: OrderPlan,
 
 def test_stored_order_is_stored_order() -> None:
     assert batches(OrderPlan(RowRange(7, 24, 5), 6, shuffle=False)) == [[*range(6)], [*range(6, 12)], [*range(12, 17)]]
-    rows = RowSubset(np.array([9, 2, 30, 2, 11]), np.arange(5), 4)
+    rows = subset([9, 2, 30, 2, 11], 4)
     for epoch in (0, 5):
         assert batches(OrderPlan(rows, 2, shuffle=False), epoch) == [[1, 3], [0, 4], [2]]
 
@@ -288,7 +288,7 @@ def test_the_bound_of_open_batches_is_close() -> None:
     assert max(group.last - group.first + 1 for group in plan.chunk_groups(0)) in (4, 5)
     bounds = [replace(plan, shuffle=shuffle).max_group_batches for shuffle in ("window", "full", False)]
     assert bounds == [5, 1, 2]
-    repeated = OrderPlan(RowSubset(np.zeros(100, np.int64), np.arange(100), 4), 5, shuffle="window", window=2)
+    repeated = OrderPlan(subset([0] * 100, 4), 5, shuffle="window", window=2)
     assert repeated.num_batches == repeated.max_group_batches == 20
 
 
@@ -382,7 +382,7 @@ def test_orders_beyond_a_table_are_pinned() -> None:
 
 
 def test_chosen_rows_are_pinned() -> None:
-    rows = RowSubset(np.array([40, 3, 12, 3, 25, 26, 8, 9]), np.arange(8), 4)
+    rows = subset([40, 3, 12, 3, 25, 26, 8, 9], 4)
     assert batches(OrderPlan(rows, 4, shuffle="window", seed=7, window=2)) == [[1, 4, 5, 3], [2, 0, 7, 6]]
     assert batches(OrderPlan(rows, 4, shuffle="full", seed=7)) == [[3, 7, 6, 5], [4, 0, 1, 2]]
 
