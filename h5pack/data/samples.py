@@ -71,7 +71,7 @@ def name_fields(names: Sequence[str], label_name: str | None, with_rows: bool) -
 
 
 class Sample:
-    """Base class of samples, which are named tuples."""
+    """Base class of samples: named tuples with `image`, `label` and `row` in the singular, unlike `Batch`."""
 
     __slots__ = ()
     _fields: tuple[str, ...]

@@ -136,7 +136,7 @@ class DatasetReport:
 class FileReport:
     """The result of `info`: the datasets of an HDF5 file, and its metadata if it is a pack."""
 
-    path: str
+    path: str  #: the file, as given
     bytes: int  #: size of the file
     pack: dict[str, Any] | None  #: metadata of a pack; None for other files
     datasets: tuple[DatasetReport, ...]
