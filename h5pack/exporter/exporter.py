@@ -27,7 +27,6 @@ from h5pack.exporter.contents import (
     plan_manifest,
 )
 from h5pack.exporter.image_files import (
-    LOSSY_ENCODERS,
     SUFFIXES,
     ExportForm,
     ExportResults,
@@ -224,12 +223,12 @@ def export(
     source = open_rows(file, HDF5Datasets(images, labels, fields, channel_axis, bounds), splits, limit)
     if format is None:
         format = "jpeg" if isinstance(source.reader.index, EncodedIndex) else "png"
-    if quality is not None and format not in LOSSY_ENCODERS:
+    if quality is not None and format != "jpeg":
         raise OptionsError(
             f"quality is given, but the format is {format}; leave out quality, or give format='jpeg'",
             parameters=("quality", "format='jpeg'"),
         )
-    if source.reader.form is not None and format not in LOSSY_ENCODERS:
+    if source.reader.form is not None and format == "png":  # JPEG has neither alpha nor 16 bits.
         source.reader.form = ExportForm(source.reader.form.channel_axis, source.reader.form.value_range)
     return _Export(
         source=source,
@@ -452,7 +451,7 @@ class _Export:
         command, lost = manifest.command(self.target.given, source, names)
         files = len(source) - len(damaged)
         form, index = source.reader.form, source.reader.index
-        if self.work.format in LOSSY_ENCODERS and results.copied < files:
+        if self.work.format == "jpeg" and results.copied < files:
             lost = (*lost, "the exact pixels, which PNG files would keep")
         elif self.work.format != "jpeg" and isinstance(index, EncodedIndex):
             lost = (*lost, "the JPEG files, because convert encodes the PNG files as JPEG again")

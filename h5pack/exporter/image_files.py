@@ -130,7 +130,7 @@ class ExportWork:
     reader: HDF5RowReader
     folder: str  # path of the folder in which the files are written
     format: str  # one of `SUFFIXES`
-    quality: int  # of files in a lossy format, 1 to 100
+    quality: int  # of JPEG files, 1 to 100
     keep: bool  # whether to keep existing files that already hold the pixels of their rows
     check_only: bool = False  # whether to write nothing, and only count files that are missing or differ
 
@@ -230,9 +230,9 @@ def _export_row(work: ExportWork, index: int, path: str, decoder: RowDecoder | N
         if data is None or not work.reader.has_checksums:
             pixels = decoder.pixels(encoded)
         results.copied += data is not None
-    if data is None and work.format in LOSSY_ENCODERS:
-        # An existing file in a lossy format is compared with these bytes, not with the row's pixels.
-        data = LOSSY_ENCODERS[work.format](pixels, work.quality)
+    if data is None and work.format == "jpeg":
+        # JPEG is lossy, so an existing file is compared with these bytes, not with the row's pixels.
+        data = encode_jpeg(pixels, work.quality)
     results.resumed += _store(work, path, pixels, data, results)
 
 
@@ -250,8 +250,8 @@ def _export_field(work: ExportWork, number: int, index: int, path: str, results:
             orientation = upright_of(encoded).orientation
         pixels = gray_mask(as_stored(pixels, orientation))[:, :, None]
         data = None if orientation == 1 else encode_png(pixels, orientation)
-    elif work.format in LOSSY_ENCODERS:
-        data = LOSSY_ENCODERS[work.format](pixels, work.quality)
+    elif work.format == "jpeg":
+        data = encode_jpeg(pixels, work.quality)
     _store(work, path, pixels, data, results)
 
 
@@ -321,7 +321,3 @@ def encode_jpeg(pixels: npt.NDArray[np.uint8], quality: int) -> bytes:
     """Return pixels, uint8 (h, w, 1 or 3), encoded as JPEG; below quality 90, chroma is subsampled (4:2:0)."""
     # Pillow's subsampling 0 is 4:4:4, and 2 is 4:2:0.
     return save_jpeg(image_of(pixels), quality=quality, subsampling=0 if quality >= _PLAIN_CHROMA_QUALITY else 2)
-
-
-LOSSY_ENCODERS = {"jpeg": encode_jpeg}
-"""For each lossy format: the function that encodes pixels with a quality."""
