@@ -18,7 +18,7 @@ from PIL import Image, ImageFile, PngImagePlugin, UnidentifiedImageError
 
 from h5pack.errors import RejectedImageError
 from h5pack.images.decode import strict_pillow
-from h5pack.images.headers import DecodePath, ImageHeader, is_incomplete, open_image, parse_jpeg, parse_png
+from h5pack.images.headers import DecodePath, ImageHeader, file_format, is_incomplete, open_image, parse_jpeg, parse_png
 from h5pack.sources.catalog import IMAGE_SUFFIXES
 from tests.makers import pixels
 from tests.read.encoded_files import encode, oriented
@@ -273,6 +273,12 @@ def test_the_formats_of_all_suffixes_are_opened() -> None:
             stream.seek(0)
             with open_image(stream, 2**20) as image:
                 assert Image.EXTENSION[suffix] == image.format, suffix
+
+
+def test_formats_are_recognized_by_their_first_bytes() -> None:
+    wanted = {"JPEG": "jpeg", "PNG": "png", "WEBP": None, "GIF": None}
+    assert {form: file_format(encode(pixels(0), form)[:12]) for form in wanted} == wanted
+    assert [file_format(head) for head in (b"", b"\xff\xd8", b"\x89PNG\r\n")] == [None, None, None]
 
 
 @pytest.mark.parametrize("form", ["ICO", "ICNS"])

@@ -82,10 +82,12 @@ def test_rows_of_equal_length_that_begin_like_an_image_file(
         file.create_dataset("images", data=values, **settings)
         file.create_dataset("features", data=padded[:, ::-1])
         file.create_dataset("none", data=padded[:0])
+        file.create_dataset("webp", data=np.frombuffer(encode(pixels(7, SIZE), "WEBP"), np.uint8)[None])
     engine = described(tmp_path / "f.h5", labels=None)
     order = np.array([5, 0, 3, 3])
     assert np.array_equal(engine.read("images", order), np.stack([decoded(rows[row]) for row in order]))
-    assert not any(describe_file(tmp_path / "f.h5", name).indexes[name].is_encoded for name in ("features", "none"))
+    for name in ("features", "none", "webp"):
+        assert not describe_file(tmp_path / "f.h5", name).indexes[name].is_encoded
     h5pack.convert(tmp_path / "f.h5", tmp_path / "o.h5", **quick(order="sorted"))
     assert np.array_equal(h5pack.H5Dataset(tmp_path / "o.h5")[5].image, decoded(rows[5]))
 
