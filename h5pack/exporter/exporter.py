@@ -451,10 +451,10 @@ class _Export:
         command, lost = manifest.command(self.target.given, source, names)
         files = len(source) - len(damaged)
         form, index = source.reader.form, source.reader.index
-        if self.work.format == "jpeg" and results.copied < files:
-            lost = (*lost, "the exact pixels, which PNG files would keep")
-        elif self.work.format != "jpeg" and isinstance(index, EncodedIndex):
+        if self.work.format != "jpeg" and isinstance(index, EncodedIndex):
             lost = (*lost, "the JPEG files, because convert encodes the PNG files as JPEG again")
+        elif self.work.format != "png" and results.copied < files:
+            lost = (*lost, "the exact pixels, which PNG files would keep")
         elif isinstance(form, ExportForm) and not form.is_exact(index.dtype, index.row_shape):
             lost = (*lost, f"the exact {index.dtype} values, which were converted to 8 bits")
         return ExportReport(
