@@ -194,7 +194,7 @@ def export_rows(task: ExportTask) -> ExportResults:
     results = ExportResults(len(task.paths))
     work.reader.announce(task.indices.tolist())
     with strict_pillow():
-        decoder = RowDecoder(quiet=True) if work.reader.form is None else None
+        decoder = RowDecoder(quiet=True) if work.reader.index.is_encoded else None
         for index, names in zip(task.indices.tolist(), task.paths, strict=True):
             path, *masks = paths = [f"{work.folder}/{name}" for name in names]
             own = ExportResults()
@@ -245,7 +245,7 @@ def _export_field(work: ExportWork, number: int, index: int, path: str, results:
     data = None
     if pixels.ndim == 2:
         orientation = 1
-        if work.reader.form is None and work.is_copied(encoded := work.reader.encoded(index)):
+        if work.reader.index.is_encoded and work.is_copied(encoded := work.reader.encoded(index)):
             # The image file keeps its Exif orientation. Give the mask the same, because `convert` applies it to both.
             orientation = upright_of(encoded).orientation
         pixels = gray_mask(as_stored(pixels, orientation))[:, :, None]

@@ -102,10 +102,10 @@ class HDF5RowReader(SourceReader):
         self.has_checksums = schema.checksums_path(self.images) in pack.indexes
         self.kinds = kinds or {}
         self.pixel_fields = tuple(self.kinds)  # the datasets of `Catalog.pixel_fields`
-        if form is not None:
+        if not self.index.is_encoded:
             self.row_bytes = sum(pack.indexes[name].row_bytes for name in (self.images, *self.pixel_fields))
         # Do not warn that a dataset of encoded images is slow to read, because this conversion is the remedy.
-        self.engine = Engine(pack.path, pack.identity, pack.indexes, warn=form is not None)
+        self.engine = Engine(pack.path, pack.identity, pack.indexes, warn=not self.index.is_encoded)
         # The row of each image; None means that image i is row i.
         self.rows: npt.NDArray[np.int64] | None = None
         self._coming: list[int] = []
@@ -123,7 +123,7 @@ class HDF5RowReader(SourceReader):
         return {self.pack.path, *(file.path for file in files)}
 
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
-        if self.form is None:
+        if self.index.is_encoded:
             return None
         # The first dataset whose chunks must be decoded; if it is one of the masks, they are decoded once per group.
         masks = (self.engine.indexes[name] for name in self.pixel_fields)
@@ -135,7 +135,7 @@ class HDF5RowReader(SourceReader):
     def announce(self, indices: Sequence[int]) -> None:
         self._coming, self._next = list(indices), 0
         self._batch_rows = max(1, _BATCH_BYTES // max(1, self.index.row_bytes))
-        if self.form is not None and not self.index.raw:
+        if not self.index.is_encoded and not self.index.raw:
             groups = np.unique(self.index.groups_of(self._rows(np.array(self._coming, np.int64))))
             count = len(groups) if len(self._coming) * self.index.row_bytes <= _HELD_BYTES else 1
             if count * self.index.group_rows * self.index.row_bytes > self.engine.chunks.cache.capacity:
