@@ -299,17 +299,16 @@ def test_rows_of_every_form(tmp_path: Path, form: str) -> None:
 def test_encoded_rows_of_the_wanted_format_are_copied(tmp_path: Path) -> None:
     rows = [*kinds().values(), encode(pixels(3, (31, 9)), "PNG")]
     write_encoded(tmp_path / "f.h5", rows)
-    for kind, suffix, signature in (("png", "png", b"\x89PNG"), ("jpeg", "jpg", b"\xff\xd8")):
+    formats = [Image.open(io.BytesIO(data)).format for data in rows]
+    for kind, (suffix, *_) in SUFFIXES.items():
         report = export(tmp_path / "f.h5", tmp_path / kind, **quick(format=kind, labels=""))
-        copied = 0
+        assert report.copied_files == formats.count(kind.upper()) > 0
         for row, data in enumerate(rows):
-            path = tmp_path / kind / f"{row:06d}.{suffix}"
-            if data.startswith(signature):
+            path = tmp_path / kind / f"{row:06d}{suffix}"
+            if formats[row] == kind.upper():
                 assert path.read_bytes() == data
-                copied += 1
             elif kind == "png":
                 assert np.array_equal(pixels_of(path), decoded(data))
-        assert report.copied_files == copied > 5
     write_encoded(tmp_path / "jpegs.h5", jpegs(3))
     assert export(tmp_path / "jpegs.h5", tmp_path / "out", **quick(format="jpeg")).lost == ()
 
