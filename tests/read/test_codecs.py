@@ -73,6 +73,10 @@ def smooth(shape: tuple[int, ...], dtype: str, seed: int) -> npt.NDArray[Any]:
     return np.asarray(np.cumsum(noise, 0) % 100).astype(dtype)
 
 
+def test_every_filter_is_tested() -> None:
+    assert {number for number, _ in FILTERS.values()} == {*FilterId} == {*codecs._DECODERS, *codecs._PLUGINS}
+
+
 @settings(max_examples=100)
 @given(st.data())
 def test_decoding_equals_h5pys(data: st.DataObject) -> None:
