@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import h5py
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from h5pack.errors import H5PackError
 from h5pack.format.checksums import row_checksums
-from h5pack.format.schema import COMPRESSION_METHODS
+from h5pack.format.schema import COMPRESSION_METHODS, CompressionMethod
 from h5pack.read.hdf5 import load_filter
 from h5pack.system.files import read_all
 from h5pack.system.parameters import invalid
@@ -25,11 +25,10 @@ COMPRESSIONS = (NONE, *COMPRESSION_METHODS)
 
 @dataclass(frozen=True)
 class Compression:
-    """One HDF5 filter and its settings."""
+    """A compression method with its level, if it has levels."""
 
-    name: str  # the value of the option `compression`, with a level if the method has levels
-    number: int  # the filter's registered number
-    parameters: tuple[int, ...]  # HDF5's ``cd_values``
+    name: str  # the value of the option `compression`, with the level
+    method: CompressionMethod  # its parameters, HDF5's ``cd_values``, have the level
 
 
 def parse_compression(text: str) -> Compression | None:
@@ -39,8 +38,8 @@ def parse_compression(text: str) -> Compression | None:
         return None
     method = COMPRESSION_METHODS.get(name)
     if method is not None and (not colon or level in map(str, range(1, method.max_level + 1))):
-        parameters = (int(level),) if colon else method.parameters
-        return Compression(f"{name}:{parameters[0]}" if method.max_level else name, method.filter, parameters)
+        method = replace(method, parameters=(int(level),)) if colon else method
+        return Compression(f"{name}:{method.parameters[0]}" if method.max_level else name, method)
     levels = (f"{name}:1 to {name}:{one.max_level}" for name, one in COMPRESSION_METHODS.items() if one.max_level)
     raise invalid("compression", text, f"it must be one of {', '.join([*COMPRESSIONS, *levels])}")
 
@@ -56,8 +55,8 @@ def max_compressed_bytes(count: int) -> int:
 
 def require_filter(compression: Compression) -> None:
     """Load a filter's HDF5 plugin into this process; raises OptionsError if it is not installed."""
-    if not load_filter(compression.number):
-        problem = f"needs HDF5's filter {compression.number}, which is not installed"
+    if not load_filter(compression.method.filter):
+        problem = f"needs HDF5's filter {compression.method.filter}, which is not installed"
         raise invalid("compression", compression.name, "run pip install hdf5plugin, or choose gzip", problem)
 
 
@@ -65,7 +64,7 @@ def add_filter(properties: h5py.h5p.PropDCID, compression: Compression) -> None:
     """Add a filter to a dataset's creation properties."""
     # If a mandatory filter fails, HDF5 raises an error. If an optional one fails, HDF5 stores the chunk uncompressed,
     # with a filter mask that is not 0. The file format requires 0, and `store_chunk` writes 0.
-    properties.set_filter(compression.number, h5py.h5z.FLAG_MANDATORY, compression.parameters)
+    properties.set_filter(compression.method.filter, h5py.h5z.FLAG_MANDATORY, compression.method.parameters)
 
 
 def compress_chunk(values: npt.NDArray[Any], compression: Compression) -> bytes:

@@ -434,7 +434,7 @@ def test_compressions() -> None:
     for text, name in {"gzip": "gzip:4", "zstd": "zstd:3", "zstd:22": "zstd:22", "gzip:9": "gzip:9"}.items():
         found = parse_compression(text)
         assert found == parse_compression(name) == ConvertOptions(compression=text).filter
-        assert (found.name, found.parameters) == (name, (int(name.split(":")[1]),))
+        assert (found.name, found.method.parameters) == (name, (int(name.split(":")[1]),))
 
 
 WITHOUT_PLUGIN = """
