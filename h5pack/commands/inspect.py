@@ -75,7 +75,7 @@ def _add_preview(commands: Any) -> None:
 def _add_export(commands: Any) -> None:
     export = commands.add_parser(
         "export",
-        help="write a file's images as PNG or JPEG files in class folders",
+        help="write a file's images into class folders of image files",
         description="Write the images of a pack, or of any HDF5 file, as image files into one folder per split and "
         "class, with a manifest that lists all labels. DIR appears only when the export is complete.",
     )

@@ -64,7 +64,7 @@ class ExportReport:
 
     path: str  #: the exported folder
     source: str  #: the HDF5 file and the datasets that were read
-    format: str  #: "png" or "jpeg"
+    format: str  #: the format of the image files, as in the parameter `format`
     rows: int  #: rows selected for export
     files: int  #: number of images in the folder
     bytes: int  #: total size of all image files, including masks and further images
@@ -138,7 +138,7 @@ def export(
     resume: bool = False,
     progress: bool = False,
 ) -> ExportReport:
-    """Write the images of an HDF5 file as PNG or JPEG files, in one folder per split and class.
+    """Write the images of an HDF5 file as image files, in one folder per split and class.
 
     The files get the names stored in the HDF5 file, with the suffix of the export format (docs/cli.md has the rules).
     ``manifest.csv`` in `folder` lists the split, labels and fields of every exported row in stored order. The folder

@@ -1,4 +1,4 @@
-"""Image files of an export: selecting rows, converting their pixels, encoding as PNG or JPEG in worker processes."""
+"""Image files of an export: selecting rows, converting their pixels, encoding them in worker processes."""
 
 from __future__ import annotations
 
