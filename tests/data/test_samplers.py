@@ -28,6 +28,12 @@ from tests.makers import class_folders, quick, split_folders
 
 BATCH, CHUNK = 8, 7
 KINDS = pytest.mark.parametrize("kind", ["batches", "rows"])
+# Batch samplers by kind, made for an H5Dataset. A new one is tested wherever a test takes ALL_KINDS or "mixture".
+BATCH_SAMPLERS: dict[str, Any] = {
+    "batches": h5pack.ChunkBatchSampler,
+    "mixture": lambda data, *args, **settings: h5pack.MixtureSampler(h5pack.ConcatPack([data]), *args, **settings),
+}
+ALL_KINDS = pytest.mark.parametrize("kind", ["rows", *BATCH_SAMPLERS])
 ROWS_OF_SPLIT = list(range(10, 67))
 
 
@@ -46,14 +52,14 @@ def dataset(pack: Path) -> h5pack.H5Dataset:
 
 
 class Fed:
-    """A sampler of either kind under a loader, and how far its consumer is."""
+    """A sampler of any kind under a loader, and how far its consumer is."""
 
     def __init__(self, kind: str, data: Any, workers: int = 0, size: int = BATCH, **settings: Any) -> None:
         self.kind = kind
         loader_class = settings.pop("loader_class", DataLoader)
         more = {"num_workers": workers, "collate_fn": settings.pop("collate", rows_of)}
-        if kind == "batches":
-            self.sampler: Any = h5pack.ChunkBatchSampler(data, size, **settings)
+        if kind in BATCH_SAMPLERS:
+            self.sampler: Any = BATCH_SAMPLERS[kind](data, size, **settings)
             more["batch_sampler"] = self.sampler
         else:
             self.sampler = h5pack.ChunkSampler(data, **settings)
@@ -68,7 +74,7 @@ class Fed:
 
     def state(self, batches: Sequence[Sequence[int]] = ()) -> dict[str, Any]:
         """As a training loop saves it, which has received these batches."""
-        return dict(self.sampler.state_dict(len(batches) if self.kind == "batches" else sum(map(len, batches))))
+        return dict(self.sampler.state_dict(sum(map(len, batches)) if self.kind == "rows" else len(batches)))
 
     def resumed(self, state: Any) -> Fed:
         self.sampler.load_state_dict(json.loads(json.dumps(state)))
@@ -194,7 +200,7 @@ def test_with_lanes_a_chunk_is_read_by_one_worker(dataset: h5pack.H5Dataset, lan
     assert shared <= lanes if lanes > 1 else shared > len(workers) // 2
 
 
-@KINDS
+@ALL_KINDS
 def test_each_iteration_is_the_next_epoch_unless_another_is_named(dataset: h5pack.H5Dataset, kind: str) -> None:
     fed = Fed(kind, dataset, seed=3)
     epochs = []
@@ -216,7 +222,7 @@ def test_each_iteration_is_the_next_epoch_unless_another_is_named(dataset: h5pac
     assert fed.epoch() == epochs[4]
 
 
-@KINDS
+@ALL_KINDS
 def test_two_iterations_at_once_do_not_disturb_each_other(dataset: h5pack.H5Dataset, kind: str) -> None:
     reference, sampler = Fed(kind, dataset).sampler, Fed(kind, dataset).sampler
     expected = list(zip(list(reference), list(reference), strict=True))
@@ -225,7 +231,7 @@ def test_two_iterations_at_once_do_not_disturb_each_other(dataset: h5pack.H5Data
 
 @pytest.mark.parametrize(
     ("kind", "workers", "drop_last"),
-    [("batches", 0, False), ("rows", 0, True), ("batches", 2, True), ("rows", 2, False)],
+    [*(("batches", 0, False), ("rows", 0, True), ("batches", 2, True), ("rows", 2, False)), ("mixture", 2, False)],
 )
 def test_a_state_of_any_batch_resumes(dataset: h5pack.H5Dataset, kind: str, workers: int, drop_last: bool) -> None:
     make = partial(Fed, kind, dataset, workers, window=3, drop_last=drop_last)
@@ -247,7 +253,7 @@ def test_a_state_of_any_batch_resumes(dataset: h5pack.H5Dataset, kind: str, work
 
 @pytest.mark.skipif("in_order" not in inspect.signature(DataLoader).parameters, reason="torch is older than 2.6")
 @pytest.mark.parametrize("workers", [1, 2])
-@KINDS
+@ALL_KINDS
 def test_batches_in_any_order_have_no_state_before_the_last(dataset: h5pack.H5Dataset, kind: str, workers: int) -> None:
     fed = Fed(kind, dataset, workers, loader_class=partial(DataLoader, in_order=False))
     begun = fed.sampler.state_dict()
@@ -264,7 +270,7 @@ def test_batches_in_any_order_have_no_state_before_the_last(dataset: h5pack.H5Da
     assert fed.sampler.state_dict() == {**begun, "epoch": 1}
 
 
-@KINDS
+@ALL_KINDS
 def test_a_sampler_that_workers_have_used_can_be_pickled(dataset: h5pack.H5Dataset, kind: str) -> None:
     sampler = (fed := Fed(kind, dataset, 2)).sampler
     iterator = iter(fed.loader)
@@ -524,7 +530,8 @@ def stateful() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "workers", "size"), [("batches", 0, BATCH), ("rows", 0, 19), ("batches", 2, 19), ("rows", 2, BATCH)]
+    ("kind", "workers", "size"),
+    [("batches", 0, BATCH), ("rows", 0, 19), ("batches", 2, 19), ("rows", 2, BATCH), ("mixture", 2, BATCH)],
 )
 def test_stateful_from_every_step(dataset: h5pack.H5Dataset, stateful: Any, kind: str, workers: int, size: int) -> None:
     make = partial(Fed, kind, dataset, size=size, window=3)
@@ -555,7 +562,7 @@ def test_stateful_from_every_step(dataset: h5pack.H5Dataset, stateful: Any, kind
         assert [fed.epoch(), fed.epoch()] == [expected[low:high], expected[high : high + length]]
 
 
-@KINDS
+@ALL_KINDS
 def test_stateful_after_an_epoch_that_was_broken_off(dataset: h5pack.H5Dataset, stateful: Any, kind: str) -> None:
     reference = Fed(kind, dataset)
     reference.epoch()
