@@ -47,15 +47,12 @@ class RowSampler(Protocol):
 
     count: int  # rows per epoch
     chunk_rows: int  # rows per chunk of the file, or rows that are read together if the dataset is contiguous
+    repeats_rows: bool  # whether an epoch may have several copies of a row
 
     @property
     def unique_count(self) -> int:
         """Number of distinct rows of the file that an epoch can contain."""
         return len(self.unique_rows())
-
-    @property
-    def repeats_rows(self) -> bool:
-        """Whether an epoch may have several copies of a row."""
 
     def epoch_rows(self, key: int) -> EpochRows:
         """Return the rows of the epoch whose 64-bit random key is `key`."""
@@ -83,10 +80,6 @@ class RowSet(RowSampler, EpochRows):
     def __init__(self, count: int, chunk_rows: int, pack_digest: int | None) -> None:
         self.count, self.chunk_rows, self._pack_digest = count, chunk_rows, pack_digest
 
-    @property
-    def repeats_rows(self) -> bool:
-        return self.unique_count < self.count
-
     def epoch_rows(self, key: int) -> RowSet:
         return self
 
@@ -108,6 +101,8 @@ class RowRange(RowSet):
     If `digested` is true, `identity` returns the same as for a `RowSubset` of these rows. Saved states of a
     `ConcatPack` have this form.
     """
+
+    repeats_rows = False
 
     def __init__(
         self, start: int, stop: int, chunk_rows: int, pack_digest: int | None = None, *, digested: bool = False
@@ -153,6 +148,7 @@ class RowSubset(RowSet):
     def __init__(self, rows: Rows, indices: Rows, chunk_rows: int, pack_digest: int | None = None) -> None:
         super().__init__(len(rows), chunk_rows, pack_digest)
         self._rows, self._indices = rows, indices
+        self.repeats_rows = bool((rows[1:] == rows[:-1]).any())
         self._edges = equal_runs(self._rows // chunk_rows)
         self.chunk_count = len(self._edges) - 1
         # Because rows may be repeated, a chunk can have more rows in this subset than in the file.

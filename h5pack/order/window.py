@@ -266,7 +266,7 @@ class OrderPlan(BatchPlan):
     def reads_again(self) -> bool:
         return self.shuffle == "full"
 
-    @cached_property
+    @property
     def repeats_rows(self) -> bool:
         return self.rows.repeats_rows
 

@@ -42,6 +42,7 @@ def require_equal(rows: RowSet, slow: Slow, data: st.DataObject) -> None:
     assert rows.chunk_lengths().tolist() == [len(chunk) for chunk in slow.chunks]
     assert list(rows.unique_rows()) == sorted({row for row, _ in slow.pairs})
     assert rows.unique_count == len(rows.unique_rows())
+    assert rows.repeats_rows == (rows.unique_count < rows.count)
     places = data.draw(st.lists(st.integers(0, max(0, rows.count - 1)), max_size=8 if rows.count else 0))
     assert zipped(rows.rows_at(np.array(places, np.int64))) == [slow.pairs[place] for place in places]
     if not rows.chunk_count:
