@@ -138,14 +138,12 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
     values, names = None, None
     if labels is not None:
         values, names = read_labels(path, file, labels, rows, or_field=datasets.own_fields)
-    field_names = tuple(map(field_name, fields))
-    require_field_names(str(path), field_names, path)
+    require_field_names(str(path), tuple(map(field_name, fields)), path)
     columns = {field: read_field(path, file, field) for field in fields if field not in masks}
     for name, table in ((labels, values), *columns.items()):
         if table is not None and len(table) != rows:
             problem = f"has {len(table):,} rows, but {images!r} has {rows:,}; name datasets of the same length"
             raise dataset_source_error(path, str(name), problem)
-    tables = dict(zip(fields, field_names, strict=True))
     rows_names = _names(file, images, rows)
     return Catalog(
         "hdf5",
@@ -154,8 +152,8 @@ def _catalog(path: Path, file: h5py.File, datasets: HDF5Datasets) -> Catalog:
         *split_ids(pack.splits, rows, str(path), path),
         labels=values,
         label_names=names,
-        fields={tables[name]: column for name, column in columns.items()},
-        pixel_fields=tuple(PixelField(tables[name], kind, rows_names) for name, kind in kinds.items()),
+        fields={field_name(name): column for name, column in columns.items()},
+        pixel_fields=tuple(PixelField(field_name(name), kind, rows_names) for name, kind in kinds.items()),
         notes=(
             *twice,
             *_transposed(file, images, labeled=labels is not None),
