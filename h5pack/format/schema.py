@@ -99,10 +99,8 @@ def checksums_path(name: str) -> str:
 
 
 NO_LABEL = -1
-"""The label that is stored for an unlabeled image, in a pack in which other images have labels.
-
-If there are no class names, -1 may also be the number of a class, and rows with this label are treated like others.
-"""
+"""The label that is stored for an unlabeled image, in a pack in which other images have labels. If there are no class
+names, -1 may also be the number of a class, and rows with this label are treated like others."""
 
 # Chunks of at least this many bytes start on a page boundary. So no two such chunks share a page, and each can be
 # transferred with O_DIRECT and GPUDirect Storage.

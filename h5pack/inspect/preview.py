@@ -225,7 +225,7 @@ def _require_size(width: int, height: int, file_format: str) -> None:
 
 def _sample_rows(source: SourceRows, per_class: int | None, max_classes: int, seed: int | None) -> list[ShownSplit]:
     catalog, generator = source.catalog, None if seed is None else np.random.default_rng(seed)
-    found = []
+    names, found = catalog.label_names, []
     for number, name in enumerate(catalog.split_names):
         rows = source.rows[catalog.split_ids == number]
         if catalog.labels is None or catalog.labels.ndim > 1:
@@ -234,14 +234,12 @@ def _sample_rows(source: SourceRows, per_class: int | None, max_classes: int, se
             continue
         labels = catalog.labels[catalog.split_ids == number]
         present = np.unique(labels).tolist()
-        unlabeled = [label for label in present if label == schema.NO_LABEL and catalog.label_names is not None]
-        named = [label for label in present if label not in unlabeled]
+        named = [label for label in present if label != schema.NO_LABEL or names is None]
         classes = []
-        for label in (*named[:max_classes], *unlabeled):
+        for label in (*named[:max_classes], *present[: len(present) - len(named)]):
             of_label = rows[labels == label]
             shown = _some(of_label, per_class or ROWS_PER_CLASS, generator)
-            names = catalog.label_names
-            label_name = f"label {label}" if names is None else "no label" if label in unlabeled else names[label]
+            label_name = f"label {label}" if names is None else "no label" if label == schema.NO_LABEL else names[label]
             classes.append(ShownClass(label_name, len(of_label), shown))
         found.append(ShownSplit(name, len(rows), classes, len(named), max(0, len(named) - max_classes)))
     return found
