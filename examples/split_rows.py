@@ -31,7 +31,9 @@ def open_rows(pack: str, val_pack: str | None, val_split: str | None, seed: int)
         held = [np.asarray(part.rows) for part in apart if part and os.path.samefile(part.path, whole.path)]
         train = Subset(whole, np.setdiff1d(whole.rows, np.concatenate(held)).tolist()) if held else whole
     elif val is not None and os.path.samefile(val.path, whole.path) and np.intersect1d(train.rows, val.rows).size:
-        raise SystemExit(f"{pack}: its split 'train' has validation rows; give another --val-split or --val")
+        raise SystemExit(
+            f"{pack}: its split 'train' shares rows with the validation split; give another --val-split or --val"
+        )
     if not len(train):
         raise SystemExit(f"{pack}: no rows are left to train with; all are in splits for validation and testing")
     if val_pack is not None and val.classes and whole.classes and val.classes != whole.classes:

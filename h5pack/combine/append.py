@@ -189,8 +189,8 @@ def _path_for_new(old: Part, *, overwrite: bool, resume: bool) -> Path:
                 "resume=True and without overwrite=True, otherwise rename it"
             )
             raise OutputExistsError.at(new_path, problem, "resume=True", "overwrite=True")
-    for one in () if resume or overwrite else (new_path, Output(new_path).partial, Output(old.path).partial):
-        if one.exists():
+    for one in (new_path, Output(new_path).partial, Output(old.path).partial):
+        if one.exists() and not (resume or overwrite):
             problem = (
                 "belongs to an unfinished call; continue that call with resume=True, or discard its files with "
                 "overwrite=True"

@@ -116,8 +116,8 @@ def convert(
         parquet or mds. Default: detected from the content of the source. Pairs are never detected.
     include, exclude : str or sequence of str
         Shell patterns, each of which may match the name of a file or its path relative to the source. Only images that
-        match `include` (if given) and do not match `exclude` are packed. A hidden file is packed only if a pattern of
-        `include` that begins with a dot matches it.
+        match `include` (if given) and do not match `exclude` are packed. Hidden files that no
+        table names must match a pattern whose last component begins with a dot, such as "cat/.*".
     limit : int, optional
         Pack at most this many images, evenly spaced in source order.
     root : path, optional

@@ -226,7 +226,7 @@ def _measured_pixels(part: Part) -> int:
 def require_alike(path: Path, own: dict[str, Any], other_path: Path | str, other: dict[str, Any], advice: str) -> None:
     """Raise SourceError if a property of a pack differs from that of another pack or source.
 
-    `own` and `other` hold the properties by the words that the message uses for them; see `table_forms`.
+    The keys of `own` and `other` are the words for the properties in the message; see `table_forms`.
     """
     for what, value in own.items():
         if value != other[what]:
@@ -240,13 +240,13 @@ def _content(part: Part) -> dict[str, Any]:
 
 
 def table_forms(catalog: Catalog, dtypes: Iterable[Any]) -> dict[str, Any]:
-    """Return the properties of the tables that must be the same in all parts, by the words of `require_alike`.
+    """Return the properties of the tables that must be the same in all parts, as a dict for `require_alike`.
 
-    They are the kind of labels, the label columns, and the names and forms of fields (see `field_forms`). `dtypes` are
+    They are the kind of labels, the label columns, and the names and forms of fields (see `_field_forms`). `dtypes` are
     the dtypes of `Catalog.pixel_fields`, in the same order.
     """
     columns = catalog.label_names if catalog.labels is not None and catalog.labels.ndim == 2 else None
-    forms = field_forms(catalog, dtypes)
+    forms = _field_forms(catalog, dtypes)
     names = listed([name for name, _ in forms]) or None
     return {
         "labels of the kind": label_kind(catalog),
@@ -256,7 +256,7 @@ def table_forms(catalog: Catalog, dtypes: Iterable[Any]) -> dict[str, Any]:
     }
 
 
-def field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tuple[Any, ...]]]:
+def _field_forms(catalog: Catalog, dtypes: Iterable[Any]) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the (name, form) of each field, sorted by name. `dtypes` are the dtypes of `Catalog.pixel_fields`.
 
     A form is (kind, dtype, shape of an entry). If the entries are class numbers, the form ends with "classes". The form

@@ -92,7 +92,7 @@ class MixtureSampler(BatchOrder):
         ranks = resolve_ranks(rank, num_replicas)
         num_samples = len(dataset) if num_samples is None else num_samples
         plan = MixturePlan(
-            RowRange(0, len(dataset), 1),
+            RowRange(0, len(dataset), 1),  # `for_loader` replaces these rows by those of the joined file.
             whole_number("batch_size", batch_size, 1, MAX_SAMPLES),
             shuffle=shuffle,
             seed=seed,

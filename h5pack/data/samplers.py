@@ -268,7 +268,8 @@ class _RankSampler(ChunkSampler, DistributedSampler[int]):  # type: ignore[overr
 class BatchOrder(Resumable, Sampler[list[int]]):
     """Base class of batch samplers: they yield the batches of a plan, and their states count batches.
 
-    `base` is `dataset`, or the `H5Dataset` that it wraps. `rank` is the constructor's argument.
+    `base` is `dataset`, or the `H5Dataset` that it wraps. `rank` is what the user gave; None if `resolve_ranks` has
+    found it.
     """
 
     def __init__(self, dataset: Any, base: Any, plan: BatchPlan, rank: int | None) -> None:

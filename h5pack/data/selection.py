@@ -224,7 +224,7 @@ def distributed_ranks() -> tuple[int, int] | None:
 def resolve_ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     """Return (rank, num_replicas): the arguments, else the values of torch.distributed, else (0, 1).
 
-    Call this in the constructor of a sampler or loader: a warning names the line that calls the constructor.
+    A warning names the caller of the function that calls this, such as the line that constructs a sampler.
     """
     if (rank is None) != (num_replicas is None):
         raise OptionsError(

@@ -2,7 +2,8 @@
 
 On a CPU, `Normalize` uses `transform_into` and the functions whose names end in "_on_cpu", which are faster there. On
 other devices, it uses the Triton kernels or, if they cannot be used, `transformed`. Inside ``torch.compile``, it uses
-`transformed` on every device. All functions, and the Triton kernels, give the same bits, except `resize_on_cpu`.
+`transformed` on every device. All functions and the Triton kernels give the same bits, except that `resize_on_cpu`,
+and so `transform_into` with a resized crop, may differ (see `h5pack.device.resize`).
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from h5pack.errors import RejectedImageError
 from h5pack.images.decode import Decoder, PixelOptions
 from h5pack.images.headers import DecodePath
 
+_MAX_SIDE = 65_500  # libjpeg's limit, beyond which it prints to standard error
+
 
 def fitted_size(height: int, width: int, max_side: int | None) -> tuple[int, int]:
     """Return an image's height and width after shrinking its longer side to at most `max_side` pixels.
@@ -27,6 +29,8 @@ def fitted_size(height: int, width: int, max_side: int | None) -> tuple[int, int
 
 def save_jpeg(image: Image.Image, **settings: Any) -> bytes:
     """Return an image encoded as JPEG with these `settings` of Pillow; raise RejectedImageError if this fails."""
+    if max(image.size) > _MAX_SIDE:
+        raise RejectedImageError(f"a side has more than {_MAX_SIDE:,} pixels, the limit of JPEG")
     stream = io.BytesIO()
     try:
         image.save(stream, "JPEG", **settings)

@@ -43,7 +43,7 @@ class MixturePlan(BatchPlan):
     packs: tuple[RowSet, ...]  # the rows of each pack
     counts: tuple[int, ...]  # rows of each pack in one period
     num_samples: int  # rows per epoch over all ranks
-    # Returns the rows of the file for dataset indices; both int64, (n,). The default is for samplers, which need none.
+    # Returns the rows of the file for dataset indices; both int64, (n,). Samplers, which read no file, use the default.
     file_rows: Callable[[Rows], Rows] = np.asarray
 
     is_sequential = reads_again = repeats_rows = True
@@ -68,7 +68,8 @@ class MixturePlan(BatchPlan):
 
     @cached_property
     def max_group_batches(self) -> int:
-        # A group has one batch, but merging them as in an ordinary order reads small batches up to 5 times as fast.
+        # Each group has one batch. With the bound of an ordinary order, `merge_groups` merges several of them: on warm
+        # files, batches of 64 images of 3 KB were then read 5 times as fast.
         ordinary = OrderPlan(self.rows, self.batch_size, shuffle=self.shuffle, window=self.window)
         return min(self.num_batches, ordinary.max_group_batches)
 

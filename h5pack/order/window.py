@@ -119,6 +119,7 @@ class BatchPlan(ABC):
     num_replicas: int = 1
 
     def __post_init__(self) -> None:
+        # A type is text, because the modules of plans have `from __future__ import annotations`.
         for name in (field.name for field in fields(self) if field.type == "int"):
             minimum = {"seed": 0, "rank": None}.get(name, 1)
             # This also converts NumPy integers, because a saved state must contain Python ints only.

@@ -113,7 +113,7 @@ class Conversion:
         self._source = source
         self._stage = Stages(progress)
         self._plan: ConvertPlan | None = None
-        self._runs = False  # nothing on the disk changes before `run`
+        self._runs = False  # whether `run` was called; a plan alone removes no files
         self._stack = contextlib.ExitStack()
         self._executor: Executor
         self._seconds = self._stage.seconds
@@ -170,8 +170,8 @@ class Conversion:
     def plan(self, *, resumable: bool = False) -> ConvertPlan:
         """List the images of the source, survey their headers and return the plan. Later calls return the same plan.
 
-        With `resumable`, the results of a long survey are saved beside the output (see `SurveyJournal`), except on a
-        Dask cluster. In an array job, all results are saved, because all parts share them.
+        With `resumable`, results of the survey are saved beside the output: those of a long one (see `SurveyJournal`),
+        except on a Dask cluster, and in an array job those of every one, because all parts share them.
         """
         if self._plan is None:
             begin = time.perf_counter()
@@ -283,7 +283,7 @@ class Conversion:
             results = self._earlier_results(pack, check=check)
             if self.options.finish:
                 pack.require_all_parts(self._parts.count, results)
-                if plan.catalog.reader.uniform_size() is None:  # Arrays are never surveyed.
+                if plan.catalog.reader.uniform_size() is None:  # Otherwise, there is no survey.
                     self._require_unchanged(pack, np.flatnonzero(~plan.has_row))
             resumed = int(results.settled.sum())
             written = self._write(pack, results)

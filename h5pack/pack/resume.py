@@ -324,7 +324,7 @@ def _row_keys(names: list[bytes], split_ids: npt.NDArray[Any], labels: npt.NDArr
 
 
 def _same_field(file: h5py.File, name: str, values: FieldValues, rows: npt.NDArray[np.int64]) -> bool:
-    """Return whether `rows` of a pack have these values. Of boxes and keypoints, compare only how many there are."""
+    """Return whether `rows` of a pack have these values. The coordinates of boxes and keypoints are not compared."""
     path = schema.field_path(name)
     if not isinstance(file.get(path), h5py.Group if isinstance(values, RaggedRows) else h5py.Dataset):
         return False

@@ -70,7 +70,7 @@ class Survey:
     labels: npt.NDArray[Any] | None = None  # of a map-style dataset's samples; else None
     unused: set[str] = field(default_factory=set)  # names of parts of samples that are not packed, such as dict keys
     file_bytes: int = 0  # size of all accepted image files together, in bytes; 0 if images are not files
-    # Size in bytes of each file that `keep` can store unchanged, a JPEG; 0 for other images, and without `keep`.
+    # Size in bytes of each image's file if `keep` can store it unchanged (JPEG files), else 0; always 0 without `keep`.
     kept_bytes: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     mask_dtypes: list[str] = field(default_factory=list)  # for each field of pixels, the dtype of its widest mask
     orientations: npt.NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # in Exif, 1 to 8

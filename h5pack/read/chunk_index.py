@@ -319,7 +319,8 @@ def _compression(filters: tuple[Filter, ...]) -> str | None:
     """Return the value of the option `compression` that gives these filters; None if there is none."""
     for name, method in COMPRESSION_METHODS.items():
         if [one.number for one in filters] == [method.filter]:
-            return ":".join(map(str, (name, *filters[0].parameters[: bool(method.max_level)])))
+            level = filters[0].parameters[:1] if method.max_level else ()
+            return ":".join(map(str, (name, *level)))
     return None
 
 

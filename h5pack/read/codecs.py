@@ -86,7 +86,7 @@ class FilterPipeline:
             step = self.steps[position]
             size = self._size_before(position, mask)
             if step.number in _DECODERS:
-                # If the size is unknown, leave room for a chunk that was enlarged before.
+                # If the size is unknown, allow for an earlier filter that enlarged the chunk.
                 data = _DECODERS[step.number](np.asarray(data), step.parameters, size or 2 * self.size + 65_536)
             else:
                 data = decode_plugin(step.number, step.parameters, _to_malloc(data), None if is_checked else size)
@@ -201,7 +201,8 @@ def _folded(total: int) -> int:
     return total % 65_535 or (65_535 if total else 0)
 
 
-# The arguments are an encoded chunk, the filter's parameters, and the maximum number of decoded bytes.
+# The arguments are an encoded chunk, the filter's parameters, and the number of decoded bytes or an upper bound. Only
+# the decoder of LZF needs the last one.
 _DECODERS: dict[int, Callable[[Bytes, tuple[int, ...], int], Bytes]] = {
     FilterId.GZIP: _decode_gzip,
     FilterId.SHUFFLE: _unshuffle,

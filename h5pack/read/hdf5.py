@@ -443,7 +443,7 @@ def text(value: Any) -> str:
 
 
 def stored_names(dataset: h5py.Dataset) -> Iterator[str]:
-    """Yield the strings of a dataset. They are read in blocks, because bytes objects take three times their memory."""
+    """Yield the strings of a dataset, read in blocks, because as bytes objects they take three times the memory."""
     require_filters(dataset)
     count = max(1, min(BLOCK_NAMES, _BLOCK_BYTES // dataset.dtype.itemsize))
     for low in range(0, len(dataset), count):

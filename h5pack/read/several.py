@@ -92,10 +92,11 @@ def _most_names(names: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | No
 
 
 def _require_alike(first: FileDescription, other: FileDescription, *, same_names: bool) -> None:
-    plain = [one.path for one in (first, other) if schema.checksums_path(next(iter(one.indexes))) not in one.indexes]
-    if len(plain) == 1:
-        problem = "has no checksums of its rows, so it cannot be read as one with a pack; pack it with 'h5pack convert'"
-        raise PackFormatError.at(plain[0], problem)
+    checked = [schema.checksums_path(next(iter(one.indexes))) in one.indexes for one in (first, other)]
+    if checked[0] != checked[1]:
+        plain, pack = (other, first) if checked[0] else (first, other)
+        problem = f"has no checksums of its rows, but {pack.path} has; pack it, too, with 'h5pack convert'"
+        raise PackFormatError.at(plain.path, problem)
     others = _metadata(other, names=same_names)
     for what, one in _metadata(first, names=same_names).items():
         if one != (two := others[what]):

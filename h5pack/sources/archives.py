@@ -105,7 +105,7 @@ class ArchiveFile:
         self.__dict__.update(state, descriptor=None if duplicate is None else Descriptor(duplicate.detach()))
 
     def decompress(self, stream: BinaryIO, folder: Path) -> None:
-        """Copy `stream`, this file decompressed, into an unnamed file in `folder`, and read from that from now on."""
+        """Copy `stream`, the decompressed content, into an unnamed file in `folder`, which later reads use."""
         position = 0
         advice = "make room there, or decompress the archive yourself and pack the result"
         with stream, tempfile.TemporaryFile(dir=folder) as target, reporting_disk_errors(folder, advice):

@@ -40,9 +40,9 @@ _BLOCK_NAMES = 65_536
 class NameFilter:
     """A filter that selects files by shell patterns. A pattern matches a file's name or its path in the source.
 
-    If `include` has patterns, the filter selects all files that match one of them, whatever their suffix, but, as in a
-    shell, hidden files only by a pattern that begins with a dot (after its last slash), too. If it has none, the filter
-    selects visible files with an image suffix. Files that match a pattern of `exclude` are skipped.
+    If `include` has patterns, the filter selects the files that match one of them, whatever their suffix. As in a
+    shell, a hidden file must also match one whose last component begins with a dot. If `include` has no patterns, the
+    filter selects visible files with an image suffix. Files that match a pattern of `exclude` are skipped.
     """
 
     include: tuple[str, ...] = ()
@@ -162,7 +162,7 @@ class Reject:
 
 
 class Note(NamedTuple):
-    """A remark, such as which columns are not packed, in the plan of a conversion and in `ConvertReport.notes`."""
+    """A remark in the plan of a conversion and in `ConvertReport.notes`, such as which columns are not packed."""
 
     text: str
     parameters: tuple[str, ...] = ()  # the parameters that occur in the text

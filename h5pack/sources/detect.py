@@ -56,8 +56,8 @@ _FOLDER_ADVICE = (
 class _Kind(NamedTuple):
     """The properties of a kind of source."""
 
-    needs: tuple[str, ...] = ()  # what the path may be, in words; () if it may also be a pattern of several files
-    parameters: Collection[str] = ()  # of those in the tables above, the ones that apply
+    needs: tuple[str, ...] = ()  # what the path may be, in words; () if it may be a pattern, or there is no path
+    parameters: Collection[str] = ()  # the parameters in the tables above that apply
     advice: str = "check the path, include and exclude"  # what to do if there are no images
 
 

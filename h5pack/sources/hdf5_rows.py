@@ -125,12 +125,11 @@ class HDF5RowReader(SourceReader):
     def groups(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
         if self.index.is_encoded:
             return None
-        # The first dataset whose chunks must be decoded; if it is one of the masks, they are decoded once per group.
-        masks = (self.engine.indexes[name] for name in self.pixel_fields)
-        decoded = [index for index in masks if not index.raw and not index.is_encoded]
-        if not self.engine.can_scatter(self.index):
-            decoded.insert(0, self.index)
-        return decoded[0].groups_of(self._rows(indices)) if decoded else None
+        # Group by the first dataset that must be decoded, so that each of its chunks is decoded once.
+        datasets = [self.engine.indexes[name] for name in (self.images, *self.pixel_fields)]
+        decoded = (index for index in datasets if not index.raw and not index.is_encoded)
+        first = next(decoded, None if self.engine.can_scatter(self.index) else self.index)
+        return None if first is None else first.groups_of(self._rows(indices))
 
     def announce(self, indices: Sequence[int]) -> None:
         self._coming, self._next = list(indices), 0

@@ -238,11 +238,11 @@ def _reporting(path: Path, name: str) -> Iterator[None]:
     try:
         yield
     except DamagedRowsError as error:
-        problem = f"{error}; or convert the file without that dataset"
+        problem = f"{error}; or leave {name!r} out when you convert this file"
         raise SourceError(problem, path=path, dataset=name, rows=error.rows) from error
     except H5PackError:
         raise
     except Exception as error:
         # On damaged files, h5py may raise any exception type.
-        problem = f"cannot be read ({error}); restore the file, or convert it without that dataset"
+        problem = f"cannot be read ({error}); restore the file, or leave this dataset out when you convert it"
         raise dataset_source_error(path, name, problem) from error

@@ -40,7 +40,7 @@ class SurveyedImage(NamedTuple):
 class SourceReader:
     """Base class of readers, which fetch the images of a source. Worker processes get a pickled or forked copy."""
 
-    row_bytes = 0  # of an image that `announce` named, with its masks, in memory; 0 if unknown
+    row_bytes = 0  # bytes of memory for an image and its masks while the reader holds them; 0 if unknown
     has_labels = False  # whether `survey` returns labels and fields; if true, the catalog has none before the survey
 
     def read(self, index: int, name: str) -> bytes | npt.NDArray[np.uint8]:
@@ -82,14 +82,15 @@ class SourceReader:
     def changing(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the images to survey again, to find out whether any image at `indices` has changed.
 
-        Default: all; of arrays, which are never surveyed, none.
+        Default: all; none if `uniform_size` is not None, because such images are not surveyed.
         """
         return indices if self.uniform_size() is None else indices[:0]
 
     def uniform_size(self) -> tuple[int, int] | None:
         """Return (height, width) if all images are arrays of the same size; else None.
 
-        Then no survey is needed. `fingerprints` and, for masks or further images, `uniform_mask_dtypes` replace it.
+        Images of the same size need no survey: `fingerprints` and, for masks or further images, `uniform_mask_dtypes`
+        replace it.
         """
         return None
 

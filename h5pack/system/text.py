@@ -47,7 +47,7 @@ def first_names(names: Sequence[str], count: int = 8) -> str:
 
 
 def first_lines(lines: Iterable[str], total: int, count: int = 20) -> list[str]:
-    """Return the first of `total` lines, and a line that says how many more there are."""
+    """Return the first `count` of `total` lines and, if there are more, a line with their number."""
     more = [f"  and {total - count:,} more (the JSON report lists all)"] if total > count else []
     return [*itertools.islice(lines, count), *more]
 
