@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from h5pack.data.draws import BatchKey
-from h5pack.device.augment import Augmentation, ColorJitter, draw_augmentation
+from h5pack.device.augment import DRAW_ROWS, Augmentation, AugmentationDraws, ColorJitter, draw_augmentation
 from h5pack.device.normalize import Normalize
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop
@@ -36,6 +36,7 @@ from tests.device.test_normalize import (
     assert_near,
     batch,
     reference,
+    varied,
 )
 from tests.forking import output_of
 from tests.images.test_crops import key_of
@@ -49,14 +50,16 @@ Lines begin at multiples of 16 bytes only in the last.
 
 
 def assert_kernel_is_right(
-    device: str, settings: dict[str, Any], sizes: list[tuple[int, ...]], view: int | None = None
-) -> None:
+    device: str, settings: dict[str, Any], sizes: list[tuple[int, ...]], view: int | None = None, epoch: int = 3
+) -> list[AugmentationDraws | None]:
     """That the kernel's results are those of torch operations, bit by bit, and within one rounding step of the truth.
 
     Triton's interpreter rounds to bfloat16 towards zero, which is within one step but not the same bits.
+    Return the draws.
     """
+    drawn = []
     for size in sizes:
-        images, key = batch(*size), key_of(size[0])
+        images, key = batch(*size), key_of(size[0], epoch=epoch)
         if needs_three_channels(settings) and images.shape[3] != 3:
             continue
         mean, std = (0.485, 0.456, 0.406, 0.5)[: images.shape[3]], (0.229, 0.224, 0.225, 0.25)[: images.shape[3]]
@@ -70,6 +73,8 @@ def assert_kernel_is_right(
             assert_near(norm, result, reference(norm, host if channels == "last" else host.permute(0, 2, 3, 1), key))
             if device != "cpu" or norm.dtype != torch.bfloat16:
                 assert torch.equal(result.cpu(), plain(host, key))
+            drawn.append(plain.draw(host, key))
+    return drawn
 
 
 def needs_three_channels(settings: dict[str, Any]) -> bool:
@@ -90,12 +95,13 @@ def check_kernels() -> None:
     """Compare both kernels: each layout with each dtype, augmentation and size; views of batches; an empty batch."""
     from h5pack.device.kernels import normalize
 
-    settings = ({}, *AUGMENTATIONS)
+    settings, drawn = ({}, *AUGMENTATIONS), []
     for number, (turn, position) in enumerate(itertools.product(range(3), range(len(settings)))):
         shift = turn + position
         options = {"dtype": DTYPES[shift % 3], "layout": list(LAYOUTS)[shift % 2], **settings[position]}
         size = SIZES[(0, 3, 4)[turn] if needs_three_channels(options) else (number // 2 + number // 10) % 5]
-        assert_kernel_is_right("cpu", options, [size], (number + number // 3) % 3)
+        drawn += assert_kernel_is_right("cpu", options, [size], (number + number // 3) % 3, epoch=number)
+    assert varied(drawn) == set(DRAW_ROWS) - {"crop_height", "crop_width"}
     # The flat kernel, with programs that take several steps.
     with patch.object(normalize, "_FLAT_PROGRAMS", 2):
         for dtype in DTYPES:

@@ -20,7 +20,7 @@ import h5pack
 from h5pack.data.buffers import unfilled_memory
 from h5pack.data.concat import ConcatPack
 from h5pack.data.draws import BatchKey
-from h5pack.device.augment import AugmentationDraws, ColorJitter, draw_augmentation
+from h5pack.device.augment import DRAW_ROWS, AugmentationDraws, ColorJitter, draw_augmentation
 from h5pack.device.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from h5pack.errors import OptionsError
 from h5pack.images.crops import CenterCrop, RandomCrop, RandomResizedCrop
@@ -54,6 +54,12 @@ def draws_of(norm: Normalize, key: BatchKey | None, height: int, width: int) -> 
     if key is None or not norm.keyed:
         return None
     return draw_augmentation(key, norm.seed, norm.augmentation, height, width)
+
+
+def varied(drawn: list[AugmentationDraws | None]) -> set[str]:
+    """The names of the draws that differ between images of a batch, so that no kernel may ignore them."""
+    parts = [draws.geometry for draws in drawn if draws is not None]
+    return {name for number, name in enumerate(DRAW_ROWS) if any(len(part[number].unique()) > 1 for part in parts)}
 
 
 def by_operations(norm: Normalize, images: torch.Tensor, key: BatchKey | None, out: Any = None) -> torch.Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from h5pack.data.draws import BatchKey
-from h5pack.device.augment import DRAW_ROWS, ColorJitter, draw_augmentation
+from h5pack.device.augment import DRAW_ROWS, AugmentationDraws, ColorJitter, draw_augmentation
 from h5pack.device.normalize import IMAGENET_MEAN, IMAGENET_STD, Normalize
 from h5pack.device.operations import apply_color, erase_mask, scale_whole
 from h5pack.device.resize import find_taps, resize
@@ -20,7 +20,7 @@ from h5pack.images.crops import RandomCrop, RandomResizedCrop
 from tests.device.feeds import needs_gpu
 from tests.device.machine_code import disassembled
 from tests.device.test_kernels import needs_triton, not_interpreted, run_in_a_process
-from tests.device.test_normalize import DTYPES, LAYOUTS, batch
+from tests.device.test_normalize import DTYPES, LAYOUTS, batch, varied
 from tests.device.test_resize import CROPS
 from tests.images.test_crops import key_of
 
@@ -31,8 +31,10 @@ VIEWS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-def assert_kernel_is_right(device: str, images: torch.Tensor, key: BatchKey | None, **options: Any) -> None:
-    """That the kernels' draws and results equal those of torch operations, bit by bit."""
+def assert_kernel_is_right(
+    device: str, images: torch.Tensor, key: BatchKey | None, **options: Any
+) -> AugmentationDraws | None:
+    """That the kernels' draws, which are returned, and results equal those of torch operations, bit by bit."""
     _, height, width, channels = images.shape
     mean, std = (*IMAGENET_MEAN, 0.5)[:channels], (*IMAGENET_STD, 0.3)[:channels]
     norm = Normalize(mean, std, channels="last", backend="triton", seed=2**64 - 3, **options)
@@ -52,6 +54,7 @@ def assert_kernel_is_right(device: str, images: torch.Tensor, key: BatchKey | No
     result = norm(images.to(device), None if key is None else there)
     assert result.is_contiguous(memory_format=LAYOUTS[norm.layout])
     assert torch.equal(result.cpu(), expected.permute(0, 3, 1, 2))
+    return draws
 
 
 def cases() -> Iterator[tuple[torch.Tensor, BatchKey | None, dict[str, Any]]]:
@@ -63,7 +66,8 @@ def cases() -> Iterator[tuple[torch.Tensor, BatchKey | None, dict[str, Any]]]:
     for number, crop in enumerate(crops):
         options = {"crop": crop, "dtype": DTYPES[number % 2], "layout": list(LAYOUTS)[number // 2 % 2]}
         options |= extras[number % 3]
-        yield VIEWS[number % 3](batch(2, 23, 18, 3 if "color" in options else 1 + number % 4)), key_of(2), options
+        images = batch(2, 23, 18, 3 if "color" in options else 1 + number % 4)
+        yield VIEWS[number % 3](images), key_of(2, epoch=3 + number), options
     for number, crop in enumerate(crops[-2:]):
         yield batch(2, 23, 18), None, {"crop": crop, "layout": list(LAYOUTS)[number]}
     colorful = {"crop": RandomResizedCrop((9, 70)), "layout": "contiguous", **extras[2]}
@@ -76,8 +80,8 @@ def cases() -> Iterator[tuple[torch.Tensor, BatchKey | None, dict[str, Any]]]:
 
 def interpret() -> None:
     """Compare all cases."""
-    for images, key, options in cases():
-        assert_kernel_is_right("cpu", images, key, **options)
+    drawn = [assert_kernel_is_right("cpu", images, key, **options) for images, key, options in cases()]
+    assert varied(drawn) == set(DRAW_ROWS)
     for layout in LAYOUTS:
         empty = Normalize.imagenet(crop=RandomResizedCrop(9), layout=layout, backend="triton")
         assert empty(batch(2, 20, 18)[:0], key_of(0)).shape == (0, 3, 9, 9)
