@@ -87,7 +87,9 @@ def _compiled(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = {**constants, **dict.fromkeys(ones, 1)}
+    # Without its value, a constexpr would become an argument of type i32.
+    known = {one.name: constants[one.name] for one in function.params if one.is_constexpr}
+    constants = constants | known | dict.fromkeys(ones, 1)
     names = [parameter.name for parameter in function.params]
     signature = {name: POINTERS.get(name, "i32") for name in names} | {"result": f"*{dtype}"}
     signature |= dict.fromkeys(constants, "constexpr")
