@@ -41,11 +41,11 @@ _FLIP, _VERTICAL_FLIP, _TOP, _LEFT, _BOX_TOP, _BOX_LEFT, _BOX_HEIGHT, _BOX_WIDTH
     tl.constexpr(row) for row in range(len(DRAW_ROWS))
 )
 _COLOR = tl.constexpr(len(DRAW_ROWS))
-# The index of each setting, in the order of `_settings`. The last six are ranges (see `_in_range`).
+# The index of each setting, in the order of `_settings`: two numbers each. The last six are ranges (see `_in_range`).
 (
     _FLIP_CHANCE, _VERTICAL_FLIP_CHANCE, _ERASE_CHANCE, _GRAY_CHANCE, _OUT_HEIGHT, _OUT_WIDTH, _OUT_ROOT, _LEVEL,
     _WINDOW_HEIGHT, _WINDOW_WIDTH, _TOPS, _LEFTS, _BRIGHTNESS, _CONTRAST, _SATURATION, _HUE,
-) = map(tl.constexpr, (*range(10), *range(10, 22, 2)))  # fmt: skip
+) = (tl.constexpr(2 * number) for number in range(16))  # fmt: skip
 _DRAWS, _TRIES, _STEPS = tl.constexpr(DRAWS), tl.constexpr(TRIES), tl.constexpr(STEPS)
 
 
@@ -87,19 +87,17 @@ def draw(key: BatchKey, seed: int, augmentation: Augmentation, height: int, widt
 
 
 def _settings(augmentation: Augmentation, height: int, width: int) -> torch.Tensor:
-    """Return the settings of an augmentation for images of this size, int64; the kernel reads them by position."""
+    """Return the settings of an augmentation for images of this size, int64, (n, 2). The kernel reads them by position.
+
+    A range is its lowest value and the number of its values. A single number is followed by 0.
+    """
     size = augmentation.output_size(height, width)
     jitter = augmentation.color
     chances = [augmentation.flip, augmentation.vertical_flip, augmentation.erase, jitter.grayscale if jitter else 0.0]
     ranges = (*augmentation.windows(height, width), *(color_ranges(augmentation) if jitter else ()))
-    return torch.tensor([
-        *(round(chance * (1 << 32)) for chance in chances),
-        *size,
-        fixed_root(size[0] * size[1]),
-        round(augmentation.level * 65536),
-        *augmentation.window_size(height, width),
-        *(number for pair in ranges for number in pair),
-    ], device="cpu")  # fmt: skip
+    numbers = [*(round(chance * (1 << 32)) for chance in chances), *size, fixed_root(size[0] * size[1])]
+    numbers += [round(augmentation.level * 65536), *augmentation.window_size(height, width)]
+    return torch.tensor([*((number, 0) for number in numbers), *ranges], device="cpu")
 
 
 def _window_table(crop: RandomResizedCrop, height: int, width: int, device: torch.device) -> torch.Tensor:
