@@ -105,11 +105,11 @@ def _checked_share(name: str, value: Any, largest: float) -> float:
 
 
 class Changes(NamedTuple):
-    """Which kinds of changes the draws of a batch may make to its images, besides the colors."""
+    """Which kinds of changes the draws of a batch may make to its images, besides the colors. Without draws, none."""
 
-    moves: bool  # Images are flipped or cropped.
-    pads: bool  # The crop window may exceed the image.
-    erases: bool
+    moves: bool = False  # Images are flipped or cropped.
+    pads: bool = False  # The crop window may exceed the image.
+    erases: bool = False
     resize: ResizedCrop | None = None  # The crop if it resizes its windows, else None.
 
 
@@ -200,7 +200,7 @@ class Augmentation:
         moves = self.crop != 0 or max(self.flip, self.vertical_flip) > 0
         axes = zip(self.windows(height, width), self.output_size(height, width), (height, width), strict=True)
         pads = any(first < 0 or first + count - 1 + window > size for (first, count), window, size in axes)
-        return Changes(moves, pads, self.erase > 0, self.resize)
+        return Changes(moves=moves, pads=pads, erases=self.erase > 0, resize=self.resize)
 
 
 DRAW_ROWS = (

@@ -244,13 +244,13 @@ class Normalize:
         size = self.augmentation.output_size(height, width)
         if out is not None:
             self._check_out(out, (count, channels, *size), images.device)
-        changes = Changes(False, False, False, self.augmentation.resize)
+        changes = Changes(resize=self.augmentation.resize)
         if draws is not None:
             if not isinstance(draws, AugmentationDraws):
                 raise invalid("draws", draws, "give what Normalize.draw returned")
             draws.check(pixels)
             # The draws may come from another Normalize, so all kinds of changes and any window are possible.
-            changes = Changes(True, True, True, changes.resize)
+            changes = Changes(moves=True, pads=True, erases=True, resize=changes.resize)
         elif self.keyed:
             draws = self._draw(key, pixels)
             changes = self.augmentation.changes(height, width)

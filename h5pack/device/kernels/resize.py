@@ -85,7 +85,7 @@ def resize(
         RANDOM=is_random,
         SHARED=draws is None,
         COLORS=color is not None,
-        ERASES=draws is not None and changes.erases,
+        ERASES=changes.erases,
         FINE=result.dtype == torch.float32,
         WIDE=sum(extents) >= 1 << 31,
         ROWS=_ROWS,
