@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from h5pack.data.buffers import SharedMemory
-from h5pack.data.decoding import NO_KEY, CropDecoder, DrawKey, moves
+from h5pack.data.decoding import NO_KEY, CropDecoder, DrawKey, can_crop
 from h5pack.data.samples import (
     BatchSource,
     SampleBatch,
@@ -351,7 +351,7 @@ class H5Dataset(BatchSource):
         self._decode, self._same_decode = (decode, decode is None or exact), True
         if decode is not None:
             kinds = self._path_kinds.items()
-            unmoved = [name for name, kind in kinds if not moves(kind, images, name in self._encoded)]
+            unmoved = [name for name, kind in kinds if not can_crop(kind, images, name in self._encoded)]
             self.decoder = CropDecoder(self.path, images, decode, exact, unmoved)
 
     def read_ragged(self, name: str, rows: npt.NDArray[np.int64]) -> RaggedRows:

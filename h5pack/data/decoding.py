@@ -109,7 +109,7 @@ class Steps(NamedTuple):
         out[~(inside_rows[:, None] & inside_columns)] = PADDING[out.dtype.str]
 
 
-def moves(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
+def can_crop(kind: str, images: ChunkIndex, is_encoded: bool) -> bool:
     """Return whether a field of this kind can be used with crops of `images`.
 
     Masks and further images must be encoded; `is_encoded` says whether the field is. Boxes and keypoints need encoded
