@@ -28,7 +28,7 @@ class AxisMap:
 
     A window of each image is resized. The output is cut out of the resized window, and is flipped for some images. A
     coordinate x becomes ``(x - begin) * resized / extent - offset``. In a flipped image, it becomes ``size`` minus this
-    value.
+    value. `h5pack.images.geometry.Placement` is such a map in NumPy, for both axes and without flips.
     """
 
     begin: torch.Tensor  # First pixel of the window in the image: int64, (N,).
@@ -189,7 +189,7 @@ def move_boxes(boxes: torch.Tensor | Sequence[torch.Tensor], axes: Axes) -> torc
     corners = _floats(boxes).reshape(*boxes.shape[:-1], 2, 2)
     sides = []
     for axis, values in zip(axes, (corners[..., 1], corners[..., 0]), strict=True):
-        moved = axis.move(values)
+        moved = axis.move(values)  # Both sides in one call, because each call launches 8 kernels.
         # A flip exchanges the first and the last side.
         sides.append(torch.where(_aligned(axis.flip, moved), moved.flip(-1), moved).clamp(0, axis.size))
     return torch.stack(sides[::-1], -1).flatten(-2)

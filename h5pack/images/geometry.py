@@ -23,7 +23,7 @@ class Placement:
     """How M images are resized or cropped: the point (x, y) of image i becomes ``(x, y) * scale[i] + offset[i]``.
 
     Coordinates are in pixels from the upper left corner; the first pixel covers 0 to 1. All arrays are float64, (M, 2),
-    horizontal before vertical.
+    horizontal before vertical. `h5pack.device.targets.AxisMap` is such a map in torch, for one axis and with flips.
     """
 
     scale: Floats
