@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from h5pack.data.draws import DRAWS, TRIES, BatchKey, random_words
+from h5pack.device import augment
 from h5pack.device.augment import DRAW_ROWS, Augmentation, AugmentationDraws, ColorJitter, draw_augmentation
 from h5pack.device.operations import apply_color, apply_color_on_cpu
 from h5pack.errors import OptionsError
@@ -28,7 +29,7 @@ def stacked(draws: AugmentationDraws) -> torch.Tensor:
 
 
 def words_of(seed: int, epoch: int, row: int, repeat: int) -> list[int]:
-    return [derive_key(seed, epoch, row, DRAWS * repeat + number) for number in range(5 + 4 * TRIES)]
+    return [derive_key(seed, epoch, row, DRAWS * repeat + number) for number in range(DRAWS)]
 
 
 def below(word: int, bound: int) -> int:
@@ -37,16 +38,15 @@ def below(word: int, bound: int) -> int:
 
 def slow_draw(words: list[int], options: Augmentation, height: int, width: int) -> tuple[int, ...]:
     """The draws of one sample out of its 64-bit words; the box as torchvision's RandomErasing chooses it."""
-    *words, last = words
     padding = options.crop.padding if isinstance(options.crop, RandomCrop) else int(options.crop)
     size = options.crop.output_size if isinstance(options.crop, RandomCrop) else (height, width)
-    top = below(words[1], height + 2 * padding - size[0] + 1) - padding
-    left = below(words[2], width + 2 * padding - size[1] + 1) - padding
+    top = below(words[augment.TOP], height + 2 * padding - size[0] + 1) - padding
+    left = below(words[augment.LEFT], width + 2 * padding - size[1] + 1) - padding
     height, width = size
-    flip = tuple(int(word >> 32 < p * 2**32) for word, p in ((words[0], options.flip), (last, options.vertical_flip)))
-    flip += (top, left)
-    if words[3] >> 32 < options.erase * 2**32:
-        for first in range(4, len(words), 4):
+    chances = ((augment.FLIP, options.flip), (augment.VERTICAL_FLIP, options.vertical_flip))
+    flip = (*(int(words[index] >> 32 < p * 2**32) for index, p in chances), top, left)
+    if words[augment.ERASE] >> 32 < options.erase * 2**32:
+        for first in range(augment.BOX, augment.BOX + 4 * TRIES, 4):
             share, ratio = ((below(word, 4096) + 0.5) / 4096 for word in words[first : first + 2])
             area = height * width * (options.erase_scale[0] + share * np.diff(options.erase_scale)[0])
             logs = [math.log(bound) for bound in options.erase_ratio]
@@ -61,9 +61,14 @@ def slow_draw(words: list[int], options: Augmentation, height: int, width: int) 
 
 def test_the_words_are_those_of_the_key() -> None:
     rows = [0, 1, 7, 2**31, 2**40 + 3]
-    found = random_words(BatchKey(torch.tensor(rows), 3, 2), 11, 5 + 4 * TRIES)
+    found = random_words(BatchKey(torch.tensor(rows), 3, 2), 11, DRAWS)
     expected = np.array([words_of(11, 3, row, 2) for row in rows], np.uint64).view(np.int64)
     np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_which_word_draws_what_never_changes() -> None:
+    words = (augment.FLIP, augment.TOP, augment.LEFT, augment.ERASE, augment.BOX, augment.VERTICAL_FLIP)
+    assert words == (0, 1, 2, 3, 4, 44)
 
 
 def test_views_and_streams_have_words_of_their_own() -> None:
