@@ -25,6 +25,7 @@ from h5pack.benchmark.mixing import MixingReport, OrderMixing
 from h5pack.benchmark.recommend import Recommendation
 from h5pack.benchmark.report import BenchReport
 from h5pack.combine.write import CombineReport
+from h5pack.device import targets
 from h5pack.doctor.loaders import DTYPES
 from h5pack.exporter.exporter import ExportReport
 from h5pack.exporter.image_files import SUFFIXES
@@ -271,6 +272,12 @@ def test_every_name_of_the_format_is_described() -> None:
             assert rules["statistics_step"](rows, encoded) == step  # type: ignore[operator]
 
 
+def test_every_kind_of_field_has_a_row_in_the_tables_of_kinds() -> None:
+    tables = {"samples.md": {*schema.KINDS}, "format.md": {*schema.KINDS} - {*schema.PIXEL_KINDS}}
+    for name, kinds in (*tables.items(), ("training.md", {*targets._MOVERS})):
+        assert kinds - set(re.findall(r'^\| `"?(\w+)"?` \|', page(name), re.M)) == set(), name
+
+
 def test_everything_in_a_real_pack_is_described(tmp_path: Path) -> None:
     text = page("format.md")
     source = split_folders(tmp_path / "photos", {"train": {"x": 3}, "val": {"y": 2}})
@@ -322,6 +329,7 @@ def test_every_public_name_is_in_the_reference_the_changelog_and_on_the_site() -
     listed = set(re.findall(r"^\.\. auto\w+:: ([\w.]+)$", page("reference.md"), re.M))
     assert {name for name in listed if "." not in name} == names
     assert errors.__name__ in listed
+    assert {f"{targets.__name__}.{move.__name__}" for move, _ in targets._MOVERS.values()} <= listed
     reports = {inspect.signature(getattr(h5pack, name)).return_annotation for name in functions}
     assert reports <= {name.rpartition(".")[2] for name in listed}
 
