@@ -251,11 +251,11 @@ def test_damaged_rows_are_not_copied(tmp_path: Path, kind: str, dataset: str) ->
     assert not out.exists()
 
 
-def test_damaged_labels_are_refused_with_advice_that_join_can_follow(tmp_path: Path) -> None:
+def test_damaged_labels_are_refused_with_their_rows(tmp_path: Path) -> None:
     packs = two_packs(tmp_path, "pixels")
     with h5py.File(packs[1], "r+") as file:
         file["labels"][5] += 1
-    with pytest.raises(SourceError, match="convert the file without") as error:
+    with pytest.raises(SourceError) as error:
         h5pack.join(packs, tmp_path / "o.h5")
     assert (error.value.path, error.value.dataset, error.value.rows) == (str(packs[1]), "labels", (5,))
 
