@@ -138,7 +138,7 @@ def test_paths_and_rows_are_checked_before_anything_is_written(tmp_path: Path) -
     assert h5pack.subset(str(made).encode(), bytes(tmp_path / "o.h5"), rows="0:2,2:4").images == 4  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["pixels", "jpeg"])
+@pytest.mark.parametrize("kind", ["pixels", "jpeg", "gzip"])
 def test_a_finished_subset_is_complete_only_for_the_same_rows(tmp_path: Path, kind: str) -> None:
     path, out = pack(tmp_path, "a", 20, ["cat", "dog"], **KINDS[kind]), tmp_path / "o.h5"
     h5pack.subset(path, out, sample=9)

@@ -302,7 +302,7 @@ def test_encoded_rows_of_the_wanted_format_are_copied(tmp_path: Path) -> None:
     formats = [Image.open(io.BytesIO(data)).format for data in rows]
     for kind, (suffix, *_) in SUFFIXES.items():
         report = export(tmp_path / "f.h5", tmp_path / kind, **quick(format=kind, labels=""))
-        assert report.copied_files == formats.count(kind.upper()) > 0
+        assert report.copied_files == formats.count(kind.upper()) > 5
         for row, data in enumerate(rows):
             path = tmp_path / kind / f"{row:06d}{suffix}"
             if formats[row] == kind.upper():

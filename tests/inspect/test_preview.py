@@ -19,9 +19,12 @@ import h5pack
 from h5pack import cli
 from h5pack.errors import (
     DamagedRowsError,
+    H5PackError,
     NoSpaceError,
     OptionsError,
     OutputExistsError,
+    PackChangedError,
+    ReadError,
     SourceError,
 )
 from h5pack.exporter.image_files import open_rows
@@ -287,6 +290,17 @@ def test_one_row_is_counted_in_the_singular(tmp_path: Path) -> None:
     source = hdf5_file(tmp_path / "f.h5", images=PIXELS[:1])
     assert "1 rows" not in preview(source).to_text() + h5pack.info(source, stats=True).to_text()
     assert "1 rows" not in repr(h5pack.H5Dataset(source))
+
+
+@pytest.mark.parametrize("failure", [ReadError("no disk"), PackChangedError("replaced")])
+def test_storage_errors_have_no_advice_for_conversions(
+    failure: H5PackError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hdf5_file(tmp_path / "f.h5", images=PIXELS)
+    monkeypatch.setattr("h5pack.read.engine.Engine.read", mock.Mock(side_effect=failure))
+    with pytest.raises(type(failure)) as caught:
+        preview(tmp_path / "f.h5")
+    assert caught.value.parameters == ()
 
 
 def test_the_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

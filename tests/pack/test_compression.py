@@ -311,6 +311,17 @@ def test_starting_over_drops_what_was_compressed(packs: dict[str, Path], source:
     assert leftovers(tmp_path) == DONE
 
 
+@pytest.mark.usefixtures("_counted_chunks")
+def test_killed_again_and_again_while_resuming(packs: dict[str, Path], source: Path, tmp_path: Path) -> None:
+    out, rounds = tmp_path / "o.h5", 0
+    while not out.exists():
+        convert_in_child(source, out, options("zstd", resume=True), kill_at=3 + 2 * rounds)
+        rounds += 1
+    h5pack.convert(source, out, **options("zstd", resume=True))
+    assert 5 < rounds < 60
+    assert out.read_bytes() == packs["zstd"].read_bytes()
+
+
 def test_lost_pages_of_the_rows_are_decoded_again(packs: dict[str, Path], source: Path, tmp_path: Path) -> None:
     """A power cut before the compression: the journal knows more than the disk."""
     out = tmp_path / "o.h5"
@@ -420,7 +431,7 @@ def test_another_compression_is_not_resumed(source: Path, tmp_path: Path, begun:
     "text",
     [
         *("", "lzma", "gzip:0", "gzip:10", "gzip:", "gzip:04", "gzip:-1", "zstd:23", "zstd:x", "GZIP"),
-        *("bitshuffle", "bitshuffle-lz4:1", "none:1", "zstd:3 ", "gzip=4"),
+        *("lz4", "bitshuffle", "bitshuffle-lz4:1", "none:1", "zstd:3 ", "gzip=4"),
     ],
 )
 def test_an_unknown_compression_is_refused(text: str) -> None:

@@ -92,7 +92,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("settings", [{"io": "buffered"}, {"num_workers": 3, "io": "direct"}])
+@pytest.mark.parametrize("settings", [{"num_workers": 3}, {"io": "buffered"}, {"num_workers": 2, "io": "direct"}])
 def test_workers_and_ways_of_writing_give_the_same_bytes(
     source: Path, whole: Path, tmp_path: Path, settings: Any
 ) -> None:

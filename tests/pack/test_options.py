@@ -28,7 +28,7 @@ from h5pack.sources.manifest import ManifestColumns
         *(("io", "mmap"), ("start_method", "thread"), ("source_kind", "zip"), ("limit", 0), ("limit", True)),
         *(("num_workers", -2), ("max_pixels", 0), ("chunk_rows", 0), ("chunk_rows", 2.0), ("chunk_bytes", 0)),
         *(("limit", np.array([3, 4])), ("mode", np.array([3, 4])), ("root", 5), ("max_pixels", None)),
-        *(("compat", None), ("resume", 1), ("strict", np.array([True, False]))),
+        *(("compat", None), ("overwrite", None), ("resume", 1), ("strict", np.array([True, False]))),
         *((field.name, "no") for field in dataclasses.fields(ConvertOptions) if field.type == "bool"),
         *(("size", (0, 4)), ("size", (4,)), ("size", (4, 4, 3)), ("size", (4, -1)), ("size", 0), ("size", 4.5)),
         *(("include", 5), ("fields", [3]), ("label_columns", b"a")),
