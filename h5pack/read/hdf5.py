@@ -492,8 +492,8 @@ def encode_text(value: str) -> bytes:
     return value.encode("utf-8", "backslashreplace")
 
 
-def utf8(values: Any, *, minimum: int = 1) -> npt.NDArray[np.bytes_]:
-    """Encode strings for a UTF-8 dataset or attribute whose strings have a fixed length of at least `minimum` bytes."""
+def utf8(values: Any) -> npt.NDArray[np.bytes_]:
+    """Encode strings for a UTF-8 dataset or attribute whose strings have a fixed length."""
     encoded = [encode_text(value) for value in values]
-    width = max([minimum, *map(len, encoded)])
+    width = max([1, *map(len, encoded)])
     return np.array(encoded, dtype=h5py.string_dtype("utf-8", width))

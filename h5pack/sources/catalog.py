@@ -22,6 +22,7 @@ from h5pack.errors import SourceError
 from h5pack.format.checksums import crc32
 from h5pack.format.fields import FieldValues, RaggedRows, field_kind
 from h5pack.format.schema import ARRAY
+from h5pack.read.hdf5 import encode_text
 from h5pack.sources.reader import SourceReader
 from h5pack.system.arrays import RowNumbers
 from h5pack.system.text import first_names
@@ -81,7 +82,7 @@ class NameTable:
     writes reference counts into it.
     """
 
-    def __init__(self, blob: bytes | bytearray, offsets: npt.NDArray[np.int64]) -> None:
+    def __init__(self, blob: bytes, offsets: npt.NDArray[np.int64]) -> None:
         self._blob = blob
         self._offsets = offsets
 
@@ -99,7 +100,7 @@ class NameTable:
             ends = np.flatnonzero(np.frombuffer(joined, np.uint8) == 0)
             lengths.append((np.diff(ends, prepend=-1) - 1).astype(np.int32))
             blob += joined.replace(b"\0", b"")
-        return cls(blob, np.cumsum(np.concatenate(lengths), dtype=np.int64))
+        return cls(bytes(blob), np.cumsum(np.concatenate(lengths), dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -109,10 +110,12 @@ class NameTable:
 
     def at(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> list[str]:
         """Return the names at `indices`. Decoding them in one call is five times as fast as one by one."""
-        found = np.asarray(indices, np.int64)
-        edges = zip(self._offsets[:-1][found].tolist(), self._offsets[1:][found].tolist(), strict=True)
-        joined = b"\0".join([self._blob[start:stop] for start, stop in edges])
-        return os.fsdecode(joined).split("\0") if len(found) else []
+        stored = self._stored(np.asarray(indices, np.int64))
+        return os.fsdecode(b"\0".join(stored)).split("\0") if stored else []
+
+    def _stored(self, indices: npt.NDArray[np.int64]) -> list[bytes]:
+        edges = zip(self._offsets[:-1][indices].tolist(), self._offsets[1:][indices].tolist(), strict=True)
+        return [self._blob[start:stop] for start, stop in edges]
 
     @property
     def nbytes(self) -> int:
@@ -125,15 +128,22 @@ class NameTable:
         return crc32(self._offsets, crc32(self._blob))
 
     def __iter__(self) -> Iterator[str]:
-        return self._each(np.arange(len(self)))
+        return itertools.chain.from_iterable(map(self.at, _blocks(np.arange(len(self)))))
 
-    def _each(self, indices: npt.NDArray[np.int64]) -> Iterator[str]:
-        for first in range(0, len(indices), _BLOCK_NAMES):
-            yield from self.at(indices[first : first + _BLOCK_NAMES])
+    def encoded(self) -> Iterator[bytes]:
+        """Yield each name as `encode_text` encodes it."""
+        if self._blob.isascii():
+            return itertools.chain.from_iterable(map(self._stored, _blocks(np.arange(len(self)))))
+        return map(encode_text, self)
 
     def take(self, indices: npt.NDArray[np.int64]) -> NameTable:
         """Return a table of the names at `indices`, int64 (n,)."""
-        return NameTable.of(self._each(indices))
+        blob = b"".join(b"".join(self._stored(block)) for block in _blocks(indices))
+        return NameTable(blob, np.concatenate([[0], np.cumsum(np.diff(self._offsets)[indices])]))
+
+
+def _blocks(indices: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
+    return (indices[first : first + _BLOCK_NAMES] for first in range(0, len(indices), _BLOCK_NAMES))
 
 
 @dataclass(frozen=True)

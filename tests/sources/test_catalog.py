@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from h5pack.errors import RejectedImageError, SourceError
+from h5pack.read.hdf5 import encode_text
 from h5pack.sources.catalog import Catalog, NameTable, Reject, one_split
 from h5pack.sources.reader import FileReader, SourceReader
 
@@ -36,6 +37,7 @@ def test_names_are_refused_if_python_decodes_them_with_another_encoding(monkeypa
 @settings(max_examples=33, deadline=None)
 @given(st.lists(NAMES, max_size=12))
 @example(["\udcff/größe/\udce9.jpg", "雪"])
+@example(["a.jpg", "", "b/c.png"])
 def test_a_name_table_gives_back_every_name(names: list[str]) -> None:
     table = NameTable.of(iter(names))
     assert len(table) == len(names)
@@ -52,7 +54,9 @@ def test_a_name_table_gives_back_every_name(names: list[str]) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("h5pack.sources.catalog._BLOCK_NAMES", block)
             taken = table.take(np.arange(len(names))[::-2])
+            encoded = list(table.encoded())
         assert list(taken) == names[::-2]
+        assert encoded == [encode_text(name) for name in names]
 
 
 @settings(max_examples=33, deadline=None)
