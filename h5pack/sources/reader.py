@@ -19,6 +19,7 @@ from h5pack.errors import H5PackError, RejectedImageError, SourceError
 from h5pack.images.decode import read_header
 from h5pack.images.headers import ImageHeader
 from h5pack.images.masks import MaskHeader, read_mask_header
+from h5pack.system.arrays import SPLITMIX64_GAMMA
 from h5pack.system.files import absolute_path, read_all
 
 RUN_AGAIN = "run again with resume=True (but without resume=True in an array job)"
@@ -182,7 +183,8 @@ class FileReader(SourceReader):
             raise
         except (OSError, ValueError) as error:
             raise _survey_error(name, error) from error
-        return SurveyedImage(header, named_fingerprint(name, size, modified), file_bytes=size)
+        # The name is not included, because the catalog's identity has a checksum of all names.
+        return SurveyedImage(header, (modified * SPLITMIX64_GAMMA + size) % 2**64, file_bytes=size)
 
     def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:
         with _reporting(name):
