@@ -494,4 +494,5 @@ def _row_sums(part: Part, rows: Rows) -> list[tuple[npt.NDArray[np.uint64], int]
         headers = [(sums, row_decoder().header(data)) for sums, data in images if sums is not None]
         return [(sums, header.height * header.width) for sums, header in headers]
     values = part.engine.read(name, rows)
-    return [(channel_sums(row, part.layout), row.size // len(part.statistics["mean"])) for row in values]
+    size = values[0].size // len(part.statistics["mean"])
+    return [(sums, size) for sums in channel_sums(list(values), part.layout)]

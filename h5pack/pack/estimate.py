@@ -166,11 +166,10 @@ def _time_sample(task: _SampleTask) -> tuple[bool, float, float]:
         for position, image in enumerate(task.images):
             row, others = images[position], [some[position] for some in fields]
             with contextlib.suppress(*_ERRORS):
-                decoder.decode(reader, image, row, others)
+                decoder.decode(reader, image, reader.read(image[0], image[1]), row, others)
             for part in (row, *others):
                 crc32(part)
-        for row in images[:: task.statistics_step]:
-            channel_sums(row, task.pixels.layout)
+        channel_sums(list(images[:: task.statistics_step]), task.pixels.layout)
     if task.compression is not None:
         for some in (images, *fields):
             compress_chunk(some, task.compression)

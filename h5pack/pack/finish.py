@@ -30,7 +30,7 @@ from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan, RowOrder
 from h5pack.pack.resume import Unfinished, UnfinishedPack
 from h5pack.pack.statistics import pack_statistics
-from h5pack.pack.writer import Images, SampleDecoder, kept_bytes
+from h5pack.pack.writer import Images, SampleDecoder, kept_bytes, read_image
 from h5pack.read.hdf5 import chunk_table, encode_text, reopen_tuned, stored_options
 from h5pack.sources.catalog import Reject
 from h5pack.system.arrays import consecutive_runs
@@ -107,7 +107,8 @@ def _decoded(plan: ConvertPlan, decoder: SampleDecoder, row: int) -> list[bytes]
     pixels = np.empty(plan.row_shape, np.uint8)
     fields = [np.empty(one.row_shape, one.dtype) for one in plan.pixel_rows]
     with strict_pillow():
-        decoder.decode(plan.catalog.reader, image, pixels, fields)
+        source = read_image(plan.catalog.reader, image[0], image[1])
+        decoder.decode(plan.catalog.reader, image, source, pixels, fields)
     return [part.tobytes() for part in (pixels, *fields)]
 
 

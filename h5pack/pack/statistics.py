@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from h5pack.read.encoded import row_decoder
 from h5pack.system.files import read_all
 
 # The sum of up to 257 uint8 values fits into uint16.
-_BLOCK_LINES, _BLOCK_BYTES = 256, 64 * 1024
+_BLOCK_LINES, _BLOCK_BYTES = 256, 128 * 1024
 
 
 def statistics_range(plan: ConvertPlan, row_order: RowOrder) -> tuple[int, int]:
@@ -32,16 +33,24 @@ def sampled_rows(start: int, stop: int, encoded: bool = False) -> npt.NDArray[np
     return np.arange(start, stop, schema.statistics_step(stop - start, encoded), dtype=np.int64)
 
 
-def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint64]:
-    """Return the exact sums of a row's values and of their squares, uint64 (2, C).
+def channel_sums(rows: Sequence[npt.NDArray[np.uint8]], layout: str) -> npt.NDArray[np.uint64]:
+    """Return the exact sums of each row's values and of their squares, uint64 (n, 2, C).
 
-    `row` is (H, W, C) or (C, H, W), depending on `layout`. Lines of pixels are summed in small blocks, which stay in
-    the CPU cache. Summing the whole row with 64-bit integers would take ten times as long.
+    `rows` are n > 0 rows of the same shape: (H, W, C) or (C, H, W), depending on `layout`. Small rows are summed
+    together; lines of larger ones are summed in small blocks, which stay in the CPU cache. Summing a whole row with
+    64-bit integers would take ten times as long.
     """
+    step = _BLOCK_BYTES // rows[0].size
+    if step < 2:
+        return np.concatenate([_sums(row[np.newaxis], layout) for row in rows])
+    return np.concatenate([_sums(np.stack(rows[low : low + step]), layout) for low in range(0, len(rows), step)])
+
+
+def _sums(rows: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint64]:
     last = layout == "nhwc"
-    channels = row.shape[2 if last else 0]
-    # For nhwc, treat the channels as further columns: (1, H, W * C). For nchw, keep (C, H, W).
-    lines = row.reshape(1, row.shape[0], -1) if last else row
+    channels = rows.shape[3 if last else 1]
+    # For nhwc, treat the channels as further columns: (n, H, W * C). For nchw, treat them as rows: (n * C, H, W).
+    lines = rows.reshape(*rows.shape[:2], -1) if last else rows.reshape(-1, *rows.shape[2:])
     columns = np.zeros((2, lines.shape[0], lines.shape[2]), np.uint64)
     step = max(1, min(_BLOCK_LINES, _BLOCK_BYTES // (lines.shape[0] * lines.shape[2])))
     for start in range(0, lines.shape[1], step):
@@ -49,8 +58,8 @@ def channel_sums(row: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint
         columns[0] += block.sum(1, dtype=np.uint16)
         block *= block
         columns[1] += block.sum(1, dtype=np.uint32)
-    sums: npt.NDArray[np.uint64] = columns.reshape(2, -1, channels).sum(1) if last else columns.sum(2)
-    return sums
+    sums = columns.reshape(2, len(rows), -1, channels).sum(2) if last else columns.sum(2).reshape(2, -1, channels)
+    return np.swapaxes(sums, 0, 1)
 
 
 def mean_and_std(total: npt.NDArray[np.uint64], count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -86,7 +95,7 @@ def pack_statistics(
             if encoded:
                 sums = encoded_sums(data)
             else:
-                sums = channel_sums(np.frombuffer(data, np.uint8).reshape(plan.row_shape), plan.options.layout)
+                (sums,) = channel_sums([np.frombuffer(data, np.uint8).reshape(plan.row_shape)], plan.options.layout)
         if sums is not None:
             total += sums
             count += 1
@@ -108,6 +117,8 @@ def encoded_sums(data: bytes) -> npt.NDArray[np.uint64] | None:
     """Return the `channel_sums` of an encoded image; None if it cannot be decoded."""
     try:
         with strict_pillow():
-            return channel_sums(row_decoder().pixels(data), "nhwc")
+            pixels = row_decoder().pixels(data)
     except RejectedImageError:
         return None
+    sums: npt.NDArray[np.uint64] = channel_sums([pixels], "nhwc")[0]
+    return sums

@@ -42,6 +42,9 @@ TASK_BYTES, _TASK_SOURCE_BYTES = 128 * 1024 * 1024, 64 * 1024 * 1024
 _TASKS_PER_WORKER = 16
 # Rows that are not contiguous in the file are written in groups of this size while the next group is decoded.
 _SCATTERED_BYTES = 1024 * 1024
+# Files are read, rows decoded, checksums computed and channels summed in blocks of about this size. If these four tasks
+# take turns for each row, workers need a quarter more CPU time for images of 32x32 pixels, and 3 % more for 218x178.
+_BLOCK_BYTES = 2 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ class WriteJob:
 
 Image = tuple[int, str, int, tuple[str, ...]]
 """An image's catalog index, name and `DecodePath`, and the names of its masks and further images."""
+
+Source = bytes | npt.NDArray[np.uint8]
+"""An image before it is decoded: the bytes of its file, or pixels, uint8 (h, w, 1 or 3)."""
 
 
 @dataclass(frozen=True)
@@ -334,21 +340,22 @@ class SampleDecoder:
         ]
 
     def decode(
-        self, reader: SourceReader, image: Image, row: npt.NDArray[np.uint8], field_rows: Sequence[npt.NDArray[Any]]
-    ) -> None:
-        """Read an image, its masks and further images, and decode them into their rows."""
-        index, name, decode_path, masks = image
-        self.image.decode(read_image(reader, index, name), decode_path, row)
+        self, reader: SourceReader, image: Image, source: Source, row: npt.NDArray[np.uint8],
+        field_rows: Sequence[npt.NDArray[Any]],
+    ) -> None:  # fmt: skip
+        """Decode `source`, the image as `read_image` returns it; read and decode its masks and further images."""
+        index, _, decode_path, masks = image
+        self.image.decode(source, decode_path, row)
         if not masks:
             return
         for number, (mask, (kind, decoder), field_row) in enumerate(zip(masks, self._fields, field_rows, strict=True)):
             with naming_mask(mask, kind):
-                source = read_image(reader, index, mask, field=number)
+                further = read_image(reader, index, mask, field=number)
                 if isinstance(decoder, MaskDecoder):
-                    decoder.decode(source, self.image.upright, field_row)
+                    decoder.decode(further, self.image.upright, field_row)
                 else:
-                    header = parse_jpeg(source) if isinstance(source, bytes) else None
-                    decoder.decode(source, DecodePath.PILLOW if header is None else header.decode_path, field_row)
+                    header = parse_jpeg(further) if isinstance(further, bytes) else None
+                    decoder.decode(further, DecodePath.PILLOW if header is None else header.decode_path, field_row)
 
 
 def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowRecord:
@@ -356,41 +363,70 @@ def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowReco
     reader: SourceReader = shared()
     pixels, count, row_shape = worker.job.pixels, len(group.rows), worker.job.pixels.row_shape
     images, *others = buffers
-    packed = np.ones(count, np.bool_)
-    checksums = [0] * count
-    field_checksums = np.zeros((len(others), count), np.uint32)
-    reasons: dict[int, str] = {}
-    sums = {}
-    for position, image in enumerate(group.images):
-        row = images.row(position).reshape(row_shape)
-        field_rows: list[npt.NDArray[Any]] = []
-        if others:
-            field_rows = [
-                buffer.row(position).view(field.dtype).reshape(field.row_shape)
-                for field, buffer in zip(worker.job.fields, others, strict=True)
-            ]
+    checksums: list[list[int]] = [[] for _ in buffers]
+    reasons: dict[int, str] = {}  # by position in the group
+    sums: dict[int, npt.NDArray[np.uint64]] = {}
+    images_read = read_ahead(reader, group.images)
+    step = max(1, _BLOCK_BYTES // math.prod(row_shape))
+    for first in range(0, count, step):
+        positions = range(first, min(first + step, count))
+        rows = [images.row(position).reshape(row_shape) for position in positions]
+        field_rows = [
+            [buffer.row(position).view(field.dtype).reshape(field.row_shape) for position in positions]
+            for field, buffer in zip(worker.job.fields, others, strict=True)
+        ]
+        block = itertools.islice(images_read, len(positions))
+        for position, (image, source), row, *parts in zip(positions, block, rows, *field_rows, strict=True):
+            try:
+                if isinstance(source, RejectedImageError):
+                    raise source
+                worker.decoder.decode(reader, image, source, row, parts)
+            except RejectedImageError as error:
+                reasons[position] = str(error)
+                for part in (row, *parts):
+                    part[...] = 0
+            except MemoryError as error:
+                raise memory_error(image[1]) from error
+            for buffer in buffers:
+                buffer.ready(position + 1)
+        for known, some in zip(checksums, (rows, *field_rows), strict=True):
+            known += map(crc32, some)
+        if sampled := [position for position in positions if position in group.sampled and position not in reasons]:
+            found = channel_sums([rows[position - first] for position in sampled], pixels.layout)
+            sums.update(zip(group.rows[sampled].tolist(), found, strict=True))
+    packed, all_checksums = np.ones(count, np.bool_), np.array(checksums, np.uint32)
+    rejected = [*reasons]
+    packed[rejected] = False
+    all_checksums[:, rejected] = 0
+    return RowRecord.of(
+        group.rows, packed, all_checksums[0], sums, pixels.channels,
+        reasons={int(group.rows[position]): reason for position, reason in reasons.items()},
+        field_checksums=all_checksums[1:],
+    )  # fmt: skip
+
+
+def read_ahead(reader: SourceReader, images: Images) -> Iterator[tuple[Image, Source | RejectedImageError]]:
+    """Yield each image with its file's bytes or its pixels, or with the error if it is rejected.
+
+    The files of a block of images are read together. But pixels are yielded before the next image is read, because a
+    map-style dataset may return the same array again, and so are images with masks, which readers read with the image.
+    """
+    block: list[tuple[Image, Source | RejectedImageError]] = []
+    size = 0
+    for image in images:
+        source: Source | RejectedImageError
         try:
-            worker.decoder.decode(reader, image, row, field_rows)
+            source = read_image(reader, image[0], image[1])
         except RejectedImageError as error:
-            packed[position] = False
-            reasons[int(group.rows[position])] = str(error)
-            for part in (row, *field_rows):
-                part[...] = 0
+            source = error
         except MemoryError as error:
             raise memory_error(image[1]) from error
-        else:
-            checksums[position] = crc32(row)
-            if others:
-                field_checksums[:, position] = [crc32(part) for part in field_rows]
-            if position in group.sampled:
-                # Sum now, while the row is in the CPU cache.
-                sums[int(group.rows[position])] = channel_sums(row, pixels.layout)
-        for buffer in buffers:
-            buffer.ready(position + 1)
-    return RowRecord.of(
-        group.rows, packed, np.array(checksums, np.uint32), sums, pixels.channels,
-        reasons=reasons, field_checksums=field_checksums,
-    )  # fmt: skip
+        block.append((image, source))
+        size += len(source) if isinstance(source, bytes) and not image[3] else _BLOCK_BYTES
+        if size >= _BLOCK_BYTES:
+            yield from block
+            block, size = [], 0
+    yield from block
 
 
 def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
@@ -433,7 +469,7 @@ def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: 
     return data
 
 
-def read_image(reader: SourceReader, index: int, name: str, field: int | None = None) -> bytes | npt.NDArray[np.uint8]:
+def read_image(reader: SourceReader, index: int, name: str, field: int | None = None) -> Source:
     """Return an image or, if `field` is a number, its mask or further image; raise SourceError if storage fails."""
     try:
         source = reader.read(index, name) if field is None else reader.read_field(field, index, name)

@@ -22,13 +22,25 @@ def slow_sums(row: np.ndarray, layout: str) -> list[list[int]]:
 
 
 @given(
-    st_numpy.arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 4))),
+    st_numpy.arrays(np.uint8, st.tuples(*[st.integers(1, high) for high in (3, 9, 9, 4)])),
     st.sampled_from(["nhwc", "nchw"]),
 )
-def test_sums_are_those_of_integers(row: np.ndarray, layout: str) -> None:
-    found = channel_sums(row, layout)
+def test_sums_are_those_of_integers(rows: np.ndarray, layout: str) -> None:
+    found = channel_sums(list(rows), layout)
     assert found.dtype == np.uint64
-    assert found.tolist() == slow_sums(row, layout)
+    assert found.tolist() == [slow_sums(row, layout) for row in rows]
+
+
+@pytest.mark.parametrize("layout", ["nhwc", "nchw"])
+@pytest.mark.parametrize(("count", "side"), [(1, 300), (3, 300), (2, 208), (100, 32), (86, 32)])
+def test_sums_of_many_rows_are_those_of_integers(layout: str, count: int, side: int) -> None:
+    """Rows are summed together if two of them have at most 128 KiB, which is 42 rows of 32x32 pixels."""
+    rows = np.random.default_rng(side).integers(0, 256, (count, side, side, 3), np.uint8)
+    rows = rows if layout == "nhwc" else np.ascontiguousarray(rows.transpose(0, 3, 1, 2))
+    last = (1, 2) if layout == "nhwc" else (2, 3)
+    wide = rows.astype(np.uint64)
+    expected = np.stack([wide.sum(last), (wide * wide).sum(last)], axis=1)
+    assert np.array_equal(channel_sums(list(rows), layout), expected)
 
 
 @pytest.mark.parametrize("layout", ["nhwc", "nchw"])
@@ -39,7 +51,7 @@ def test_the_brightest_images_of_any_height_are_exact(layout: str, height: int) 
     for low in (255, 254, 0):
         row = random.integers(low, 256, (height, 5, 3)).astype(np.uint8)
         row = row if layout == "nhwc" else np.ascontiguousarray(row.transpose(2, 0, 1))
-        assert channel_sums(row, layout).tolist() == slow_sums(row, layout)
+        assert channel_sums([row], layout).tolist() == [slow_sums(row, layout)]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +66,7 @@ def test_which_rows_are_sampled(start: int, stop: int, rows: int) -> None:
 
 @given(st_numpy.arrays(np.uint8, st.tuples(st.integers(1, 6), st.integers(1, 7), st.integers(1, 5), st.just(3))))
 def test_mean_and_std_are_numpys(rows: np.ndarray) -> None:
-    total = sum(channel_sums(row, "nhwc") for row in rows)
+    total = channel_sums(list(rows), "nhwc").sum(0)
     mean, std = mean_and_std(total, len(rows) * rows.shape[1] * rows.shape[2])
     assert np.allclose(mean, (rows / 255.0).mean((0, 1, 2)), rtol=1e-12, atol=1e-14)
     assert np.allclose(std, (rows / 255.0).std((0, 1, 2)), rtol=1e-9, atol=1e-9)

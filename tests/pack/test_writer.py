@@ -9,16 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
+from PIL import Image
 
 import h5pack
-from h5pack.errors import SourceError
+from h5pack.errors import RejectedImageError, SourceError
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.pack import writer
 from h5pack.pack.conversion import Conversion
 from h5pack.pack.plan import ConvertPlan, RowOrder
-from h5pack.pack.writer import WriteJob, WriteTask, write_tasks
+from h5pack.pack.writer import Images, WriteJob, WriteTask, read_ahead, write_tasks
+from h5pack.sources.reader import SourceReader
 from tests.makers import flat_folder, quick, save
 
 IMAGES = 8
@@ -101,3 +104,87 @@ def test_a_gigantic_image_is_named_or_rejected(tmp_path: Path, width: int, setti
     with pytest.raises(SourceError) as caught:
         h5pack.convert(found, tmp_path / "o.h5", **keywords)
     assert caught.value.path == "bomb.png"
+
+
+class ListReader(SourceReader):
+    """Reads from a list, which may contain errors; `reads` counts what was read."""
+
+    def __init__(self, sources: list[Any]) -> None:
+        self.sources, self.reads = sources, 0
+
+    def read(self, index: int, name: str) -> Any:
+        self.reads += 1
+        if isinstance(self.sources[index], Exception):
+            raise self.sources[index]
+        return self.sources[index]
+
+
+FILE, PIXELS, REJECTED = bytes(50_000), np.zeros((2, 2, 3), np.uint8), RejectedImageError("it is damaged")
+
+
+@pytest.mark.parametrize(
+    ("sources", "masks", "reads"),
+    [
+        ([FILE] * 5, [], [3, 3, 3, 5, 5]),
+        ([FILE * 9] * 3, [], [1, 2, 3]),
+        ([FILE, FILE, PIXELS, PIXELS, FILE], [], [3, 3, 3, 4, 5]),
+        ([FILE, REJECTED, FILE, FILE], [], [2, 2, 4, 4]),
+        ([FILE] * 3, [["m.png"] * 3], [1, 2, 3]),
+        ([], [], []),
+    ],
+)
+def test_small_files_are_read_together(
+    sources: list[Any], masks: list[list[str]], reads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "_BLOCK_BYTES", 130_000)
+    reader = ListReader(sources)
+    numbers = list(range(len(sources)))
+    images = Images(numbers, [f"{number}.jpg" for number in numbers], [0] * len(sources), masks)
+    found = [(image, source, reader.reads) for image, source in read_ahead(reader, images)]
+    assert [image for image, _, _ in found] == list(images)
+    assert all(source is given for (_, source, _), given in zip(found, sources, strict=True))
+    assert [count for _, _, count in found] == reads
+
+
+class SameArray:
+    """A map-style dataset that returns the same array for each sample, with other values."""
+
+    pixels = np.zeros((6, 5, 3), np.uint8)
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.pixels[...] = index
+        return self.pixels
+
+
+def test_a_dataset_may_return_the_same_array_again(tmp_path: Path) -> None:
+    h5pack.convert(SameArray(), tmp_path / "o.h5", **quick(order="sorted"))
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert np.array_equal(
+            file["images"][:], np.tile(np.arange(100, dtype=np.uint8)[:, None, None, None], (6, 5, 3))
+        )
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
+def test_rejects_within_a_block_leave_the_others(
+    tmp_path: Path, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, checksums and statistics are the same for blocks of one row and of all rows."""
+    monkeypatch.setattr(writer, "_BLOCK_BYTES", block_bytes)
+    source = flat_folder(tmp_path / "in", 40, (12, 10))
+    names = sorted(path.name for path in source.iterdir())
+    for name in names[3], names[4], names[17], names[39]:
+        path = source / name
+        path.write_bytes(path.read_bytes()[:-60])
+    report = h5pack.convert(source, tmp_path / "o.h5", **quick(order="sorted"))
+    assert (report.images, report.rejects) == (36, 4)
+    kept = [name for number, name in enumerate(names) if number not in (3, 4, 17, 39)]
+    with h5py.File(tmp_path / "o.h5") as file:
+        assert [name.decode() for name in file["filenames"][:]] == kept
+        rows = file["images"][:]
+        expected = [np.asarray(Image.open(source / name).convert("RGB")) for name in kept]
+        assert np.array_equal(rows, np.stack(expected))
+        assert file["checksums/images"][:].tolist() == [zlib.crc32(row) for row in rows]
+        assert np.allclose(file["statistics/mean"][:], rows.mean((0, 1, 2)) / 255, rtol=1e-12)
