@@ -185,13 +185,12 @@ def survey(
         start, part = Survey.decode(payload, columns)
         if start not in done:
             result.add(slice(start, start + len(part.heights)), part, columns)
-            advance(len(part.heights) - len(_missing(part.reasons)))
+            advance(len(part.heights) - len(part.reasons))
         done.add(start)
-    # Survey images again whose files were missing: the disk may have been mounted since.
-    missing = sorted(_missing(result.reasons))
-    for index in missing:
-        del result.reasons[index]
-    again = {missing[share.start]: missing[share] for share in shares(len(missing))}
+    # Survey rejected images again: they may have been repaired since, or their disk may have been mounted.
+    rejected = sorted(result.reasons)
+    result.reasons.clear()
+    again = {rejected[share.start]: rejected[share] for share in shares(len(rejected))}
     rest = (list(range(count)[share]) for share in shares(count) if share.start not in done)
     tasks = (_task(catalog, options, block) for block in itertools.chain(rest, again.values()))
     for start, part, found in run(executor, _survey, tasks, max_in_flight, resumable=journal is not None):

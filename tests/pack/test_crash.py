@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import pytest
 
 import h5pack
 from h5pack import cli
-from h5pack.errors import H5PackError, NoSpaceError
+from h5pack.errors import H5PackError, NoSpaceError, ResumeError
 from h5pack.images.decode import Decoder
 from h5pack.pack.file_structure import FileStructure, PackTables, write_structure
 from h5pack.pack.journal import RowRecord
@@ -29,6 +30,7 @@ from tests.crashing import (
     convert_until,
     distinct_steps,
     effective_steps,
+    files_of,
     gone,
     kill_while_held,
     leftovers,
@@ -36,7 +38,7 @@ from tests.crashing import (
     require_resumes,
     wait_for,
 )
-from tests.makers import flat_folder, quick
+from tests.makers import flat_folder, quick, save, truncate
 
 
 @pytest.fixture(scope="module", params=["shuffled", "sorted"])
@@ -120,6 +122,44 @@ def test_killed_while_workers_write(source: Path, order: str, whole: bytes, tmp_
     report = h5pack.convert(source, out, **options(order, resume=True, num_workers=2))
     assert (report.resumed_rows > 0) == (images > 0)
     assert out.read_bytes() == whole
+
+
+SOURCE_CHANGES: dict[str, Callable[[Path], object]] = {
+    "rejected, then repaired": lambda root: save(root / "00003.png", 3),
+    "cut short, then repaired": lambda root: save(root / "00004.jpg", 4),
+    "accepted, then cut short": lambda root: truncate(root / "00005.png"),
+    "accepted, then no image": lambda root: (root / "00006.jpg").write_bytes(b"no image"),
+    "of another size": lambda root: save(root / "00006.jpg", 6, (30, 40)),
+    "accepted, then removed": lambda root: (root / "00006.jpg").unlink(),
+    "rejected, then removed": lambda root: (root / "00003.png").unlink(),
+    "added": lambda root: save(root / "new.jpg", 7),
+}
+
+
+@pytest.mark.parametrize("keep", [None, "jpeg"])
+def test_a_source_that_changed_after_a_kill_is_refused(tmp_path: Path, keep: str | None) -> None:
+    """While images are encoded, and while rows are written."""
+    source, out = flat_folder(tmp_path / "in", 16), tmp_path / "o.h5"
+    for number in (1, 3, 5, 9):
+        (source / f"{number:05d}.jpg").unlink()
+        save(source / f"{number:05d}.png", number)
+    (source / "00003.png").write_bytes(b"")
+    truncate(source / "00004.jpg", 0.9)
+    shutil.copytree(source, tmp_path / "before")
+    settings = quick(keep=keep, size=None if keep else 16, chunk_rows=None if keep else 2)
+    changes = convert_in_child(source, out, settings, kill_at=None)
+    whole = out.read_bytes()
+    for log in ("encoded-", "rows.log") if keep else ("rows.log",):
+        step = next(step for step, change in enumerate(changes) if change.startswith("write") and log in change)
+        for name, alter in SOURCE_CHANGES.items():
+            changes[step].leave_files(files_of(out))
+            alter(source)
+            with pytest.raises(ResumeError):
+                pytest.fail(f"{name}: {h5pack.convert(source, out, **settings, resume=True)}")
+            shutil.rmtree(source)
+            shutil.copytree(tmp_path / "before", source)
+        h5pack.convert(source, out, **settings, resume=True)
+        assert out.read_bytes() == whole
 
 
 def test_workers_and_ways_of_writing_give_the_same_file(source: Path, order: str, whole: bytes, tmp_path: Path) -> None:

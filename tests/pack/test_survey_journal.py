@@ -32,12 +32,14 @@ from h5pack.pack.survey import Survey, SurveyOptions
 from h5pack.sources.reader import FileReader
 from h5pack.sources.tables import TableReader
 from tests.crashing import convert_in_child, effective_steps, files_of, interrupt, leftovers, wait_for
-from tests.makers import expected, flat_folder, pair_folders, quick, save
+from tests.makers import expected, flat_folder, pair_folders, quick, save, truncate
 
 IMAGES, REJECTS = 80, 4
 TASK, IN_FLIGHT = 5, 10
 """Images of a task, a sixteenth of the source, and of the tasks whose results one process yields together."""
 SETTINGS = [quick(chunk_rows=8), quick(keep="jpeg")]
+REJECTED = {None: [30], "jpeg": [3, 30, 50, 69]}
+"""The images that the survey rejects; without `keep`, it does not find out that a file is cut short."""
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +73,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(FileReader, "survey", counting)
     return names
+
+
+def to_read(done: int, settings: dict[str, Any]) -> int:
+    """How many headers a run reads after one whose results of the first `done` images were kept."""
+    return IMAGES - done + sum(index < done for index in REJECTED[settings.get("keep")])
 
 
 def stop_after(images: int, stop: Callable[[], object], work: Callable[[], object]) -> None:
@@ -109,7 +116,7 @@ def test_killed_in_the_survey(
     killed_after(images, source, out, settings)
     assert leftovers(tmp_path) == ({"o.h5.partial.survey"} if images >= IN_FLIGHT else set())
     report = h5pack.convert(source, out, **settings, resume=True)
-    assert len(reads) == IMAGES - images // IN_FLIGHT * IN_FLIGHT
+    assert len(reads) == to_read(images // IN_FLIGHT * IN_FLIGHT, settings)
     assert (report.images, out.read_bytes() == whole) == (IMAGES - REJECTS, True)
     assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
 
@@ -132,7 +139,7 @@ def test_killed_at_every_change_to_a_file_until_rows_are_written(
         h5pack.convert(source, out, **settings, resume=True)
         written = sum(record < step for record in records)
         has_plan = any(change.startswith("replace plan.json") for change in changes[:step])
-        assert has_plan or len(reads) == IMAGES - TASK * written, changes[step]
+        assert has_plan or len(reads) == to_read(TASK * written, settings), changes[step]
         assert out.read_bytes() == whole
         assert leftovers(tmp_path) == {"o.h5", "o.h5.rejects.csv"}
 
@@ -144,7 +151,7 @@ def test_killed_again_and_again(
     for _ in range(5):
         killed_after(12, source, out, {**settings, "resume": True})
     h5pack.convert(source, out, **settings, resume=True)
-    assert (len(reads), out.read_bytes() == whole) == (IMAGES - 5 * IN_FLIGHT, True)
+    assert (len(reads), out.read_bytes() == whole) == (to_read(5 * IN_FLIGHT, settings), True)
 
 
 def test_resumed_with_workers(source: Path, settings: dict[str, Any], whole: bytes, tmp_path: Path) -> None:
@@ -192,15 +199,37 @@ def test_another_survey_begins_again(
     assert out.read_bytes() == (tmp_path / "again.h5").read_bytes()
 
 
-def test_files_that_were_missing_are_looked_for_again(tmp_path: Path, reads: list[str]) -> None:
-    source, hidden = flat_folder(tmp_path / "in", 40), tmp_path / "00002.jpg"
-    manifest, out, settings = tmp_path / "in" / "m.csv", tmp_path / "o.h5", quick(chunk_rows=8)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_rejected_images_are_surveyed_again(tmp_path: Path, reads: list[str], settings: dict[str, Any]) -> None:
+    """Each of several runs finds one more file repaired."""
+    source, out = flat_folder(tmp_path / "in", 40), tmp_path / "o.h5"
+    manifest = source / "m.csv"
     manifest.write_text("path\n" + "".join(f"{number:05d}.jpg\n" for number in range(40)))
-    (source / "00002.jpg").rename(hidden)
-    killed_after(20, manifest, out, settings)
-    hidden.rename(source / "00002.jpg")
+    good = {path: path.read_bytes() for path in sorted(source.glob("0000[2-5].jpg"))}
+    missing, empty, other, cut = good
+    missing.unlink()
+    empty.write_bytes(b"")
+    other.write_bytes(b"no image")
+    truncate(cut, 0.4)
+    for path, data in good.items():
+        killed_after(9, manifest, out, {**settings, "resume": True})
+        path.write_bytes(data)
     report = h5pack.convert(manifest, out, **settings, resume=True)
-    assert (report.images, report.rejects, len(reads)) == (40, 0, 21)
+    assert (report.images, report.rejects) == (40, 0)
+    h5pack.convert(manifest, tmp_path / "whole.h5", **settings)
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
+
+
+def test_images_of_rejected_masks_are_surveyed_again(tmp_path: Path) -> None:
+    root, out, settings = pair_folders(tmp_path / "in", 48), tmp_path / "o.h5", quick(source_kind="pairs")
+    mask = root / "masks" / "003.png"
+    good = mask.read_bytes()
+    truncate(mask, 0.1)
+    killed_after(30, root, out, settings)
+    mask.write_bytes(good)
+    assert h5pack.convert(root, out, **settings, resume=True).images == 48
+    h5pack.convert(root, tmp_path / "whole.h5", **settings)
+    assert out.read_bytes() == (tmp_path / "whole.h5").read_bytes()
 
 
 def test_another_root_begins_the_survey_again(tmp_path: Path, reads: list[str]) -> None:
@@ -270,7 +299,7 @@ def test_results_of_before_the_file_was_created_are_in_it(
         assert leftovers(tmp_path) == set()
         killed_after(77, source, tmp_path / "o.h5", settings)
     h5pack.convert(source, tmp_path / "o.h5", **settings, resume=True)
-    assert len(reads) == IMAGES - 70
+    assert len(reads) == to_read(70, quick())
 
 
 def test_looking_at_the_plan_writes_nothing(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
