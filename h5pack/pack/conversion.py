@@ -148,7 +148,7 @@ class Conversion:
         # the output: `remove_leftovers` deletes the plan first.
         if self.options.overwrite and (begins or (rows_are_missing and journal.plan() is not None)):
             return None
-        if output.parts.exists() and rows_are_missing:
+        if rows_are_missing and self._parts.count:
             # No part has written a row yet, because there is no `partial`. So the output is from an earlier conversion.
             return None
         shards = finish.shards_of(output.final, output.final)

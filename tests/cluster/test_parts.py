@@ -827,6 +827,19 @@ def test_parts_that_ended_in_their_survey_are_not_finished(
     require_finish(source, out, {"overwrite": replaces})
 
 
+@pytest.mark.parametrize("settings", [{"finish": True}, {"part": "1/1"}, {"resume": True}])
+def test_an_emptied_folder_of_parts_does_not_hide_that_the_output_is_complete(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    source, out, left = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5", tmp_path / "o.h5.partial.parts"
+    h5pack.convert(source, out, num_workers=1)
+    left.mkdir()
+    with conversion.Conversion(source, out, num_workers=1, **settings) as planned:  # as with --dry-run
+        assert planned.existing_report() is not None
+    assert h5pack.convert(source, out, num_workers=1, **settings).already_complete
+    assert not left.exists()
+
+
 def test_the_record_of_an_array_job_is_on_the_disk_before_other_parts_see_it(tmp_path: Path) -> None:
     """Otherwise a power cut may leave an empty record, with which no part begins again."""
     source = flat_folder(tmp_path / "in", 6)
