@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,16 @@ def test_paths_are_relative_to_the_manifest_or_the_root_or_absolute(tmp_path: Pa
     assert [beside.reader.read(index, name) for index, name in enumerate(beside.names)] == [b"beside", b"absolute"]
     rooted = read(tmp_path / "in" / "m.csv", *lines, root=str(tmp_path / "other"))
     assert [rooted.reader.read(index, name) for index, name in enumerate(rooted.names)] == [b"root", b"absolute"]
+
+
+def test_a_manifest_may_be_a_pipe_if_the_kind_is_given() -> None:
+    """As from a shell's ``<(zcat m.csv.gz)``. Like other programs, h5pack waits until the pipe is written."""
+    receive, send = os.pipe()
+    os.write(send, b"path,label\na.jpg,1\n")
+    os.close(send)
+    catalog = open_source(f"/dev/fd/{receive}", SourceOptions(kind="manifest", columns=ManifestColumns(root=".")))
+    os.close(receive)
+    assert (list(catalog.names), labels_of(catalog)) == (["a.jpg"], [1])
 
 
 def test_labels_are_integers_or_names(tmp_path: Path) -> None:
