@@ -290,7 +290,8 @@ class Decoder:
         flat = eight_bits(image)
         # Read the orientation after loading, because Pillow turns a TIFF upright while loading and removes the tag.
         orientation = orientation_of(image)
-        mode = "L" if options.channels == 1 else "RGB"
+        # Pillow converts CIELAB only to RGB.
+        mode = "L" if options.channels == 1 and flat.mode != "LAB" else "RGB"
         # Skip conversions to the same mode, because Pillow would copy the image. Leave gray images for `_place` to
         # convert, because they have fewer bytes to turn upright.
         flat = flat if flat.mode in (mode, "L") else flat.convert(mode)

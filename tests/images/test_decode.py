@@ -118,6 +118,13 @@ def test_every_mode_is_converted_as_by_pillow(data: bytes, channels: int) -> Non
     assert np.array_equal(decoded(data, channels), slow(data, channels))
 
 
+def test_cielab_becomes_gray_by_way_of_rgb() -> None:
+    data = encode(RGB.convert("LAB"), "TIFF", exif=oriented(6))
+    gray = Image.fromarray(slow(data)).convert("L")
+    assert np.array_equal(decoded(data), slow(data))
+    assert np.array_equal(decoded(data, 1)[:, :, 0], np.asarray(gray))
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("form", ["PNG", "TIFF", "PPM"])
 def test_sixteen_bits_keep_their_high_byte(form: str, channels: int) -> None:
