@@ -90,15 +90,14 @@ def read_json_lines(path: Path) -> TextTable:
 
 
 def read_delimited(path: Path) -> TextTable:
-    """Read a table whose first line names the columns: tab-separated if the suffix is .tsv or .tab, else CSV.
+    """Read a table whose first line names the columns.
 
-    Semicolons separate the cells of a CSV file whose first line has some, but no comma.
+    The delimiter is the first one that the first line contains: a tab, comma or semicolon if the suffix is .tsv or
+    .tab, else a comma, semicolon or tab.
     """
     texts = list(text_lines(path, newline=""))
-    first = texts[0] if texts else ""
-    delimiter = ";" if ";" in first and "," not in first else ","
-    if path.suffix.lower() in (".tsv", ".tab"):
-        delimiter = "\t"
+    delimiters = "\t,;" if path.suffix.lower() in (".tsv", ".tab") else ",;\t"
+    delimiter = next((one for one in delimiters if one in "".join(texts[:1])), delimiters[0])
     lines = _read_cells(path, texts, delimiter)
     if not lines or not "".join(lines[0][1]).strip():
         raise SourceError.at(path, "its first line is empty; it must name the columns")

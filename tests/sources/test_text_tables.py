@@ -46,13 +46,18 @@ def test_the_limit_on_cells_is_raised_but_not_lowered(tmp_path: Path) -> None:
         csv.field_size_limit(limit)
 
 
-def test_semicolons_separate_cells_if_the_first_line_has_no_comma(tmp_path: Path) -> None:
-    for text, header, cells in (
-        ('\ufeff"a";b\n1;"x;y, z"\n', ("a", "b"), ["1", "x;y, z"]),
-        ("a;,b\n1;,2\n", ("a;", "b"), ["1;", "2"]),
-        ("a\n1;2\n", ("a",), ["1;2"]),
+def test_the_first_line_and_the_suffix_decide_what_separates_cells(tmp_path: Path) -> None:
+    for name, text, header, cells in (
+        ("t.csv", '\ufeff"a";b\n1;"x;y, z"\n', ("a", "b"), ["1", "x;y, z"]),
+        ("t.csv", "a;,b\n1;,2\n", ("a;", "b"), ["1;", "2"]),
+        ("t.csv", "a\n1;2\n", ("a",), ["1;2"]),
+        ("t.csv", "a\tb\n1,5\t2\n", ("a", "b"), ["1,5", "2"]),
+        ("t.csv", "a\tx,b\n1,2\n", ("a\tx", "b"), ["1", "2"]),
+        ("t.tsv", "a,x\tb\n1,5\t2\n", ("a,x", "b"), ["1,5", "2"]),
+        ("t.tsv", "a,b\n1,2\n", ("a", "b"), ["1", "2"]),
+        ("t.tab", "a;b\n1;2\n", ("a", "b"), ["1", "2"]),
     ):
-        result = read_delimited(written(tmp_path / "t.csv", text))
+        result = read_delimited(written(tmp_path / name, text))
         assert (result.header, [result.column(name)[0] for name in header]) == (header, cells)
 
 
