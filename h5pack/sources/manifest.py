@@ -112,7 +112,8 @@ def manifest(path: Path, columns: ManifestColumns, wanted: NameFilter) -> Catalo
     catalog = Catalog("manifest", FileReader(root), NameTable.of(names), *one_split(len(names)), notes=notes)
     catalog = with_columns(replace(catalog, pixel_fields=tuple(fields)), table, columns, {path_column, *columns.paths})
     catalog = _complete(catalog.filtered(wanted))
-    if repeated := len(catalog) - len({*catalog.names}):
+    here = os.path.abspath(root)
+    if repeated := len(catalog) - len({os.path.normpath(os.path.join(here, name)) for name in catalog.names}):
         text = f"lines that repeat the image of an earlier line: {repeated:,}; each line is packed"
         catalog = replace(catalog, notes=(*catalog.notes, Note(text)))
     return catalog

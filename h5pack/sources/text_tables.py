@@ -39,9 +39,12 @@ class TextTable:
         return SourceError(f"{self.path}{self.place(row)}: {message}", path=self.path, parameters=parameters)
 
     def column(self, name: str) -> list[str]:
-        """Return the stripped cells of a column as text; raise SourceError for a list or dict."""
+        """Return the stripped cells of a column as text; raise SourceError for a list, a dict, or a text with NUL."""
         values = self.values(name)
         for row, value in enumerate(values):
+            if isinstance(value, str) and "\0" in value:
+                problem = f"column {name!r} contains {value!r:.60}, which has a NUL; correct the value"
+                raise self.error(row, problem)
             if isinstance(value, (list, dict)):
                 problem = f"column {name!r} contains {value!r:.60}, not a number or a text"
                 if isinstance(value, dict):

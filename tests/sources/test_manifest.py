@@ -259,6 +259,25 @@ def test_a_text_of_json_that_is_not_a_path_is_an_error(tmp_path: Path, cell: str
             manifest(path, ManifestColumns(masks=("mask",)), NameFilter())
 
 
+@pytest.mark.parametrize("column", ["label", "split"])
+def test_a_name_with_a_nul_is_an_error_because_the_file_would_end_it_there(tmp_path: Path, column: str) -> None:
+    path = jsonl(tmp_path / "m.jsonl", {"path": "0.jpg", column: "a"}, {"path": "1.jpg", column: "a\0"})
+    with pytest.raises(SourceError, match=f"line 2: column '{column}' "):
+        manifest(path, ManifestColumns(), NameFilter())
+
+
+@pytest.mark.parametrize("root", [None, ".", "images"])
+def test_a_note_counts_repeated_images_also_in_other_spellings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = touch(tmp_path / (root or "."), "a.jpg", "b.jpg")
+    lines = ["path", "a.jpg", "b.jpg", "./a.jpg", "x/..//b.jpg", f"{folder}/a.jpg", "a.jpg"]
+    catalog = read(Path("m.csv"), *lines, root=root)
+    assert len(catalog) == 6
+    assert [" 4;" in note.text for note in catalog.notes] == [True]
+
+
 def test_undecodable_bytes_of_a_path_are_kept_as_surrogates(tmp_path: Path) -> None:
     assert [*read(tmp_path / "m.jsonl", '{"path": "\\udcff.jpg"}').names] == ["\udcff.jpg"]
 
