@@ -180,7 +180,7 @@ def rejects_of(file: h5py.File) -> tuple[Reject, ...]:
 def stored_layout(file: h5py.File) -> str:
     """Return the layout of a pack's images; raise ValueError if it is unknown."""
     images = file.get(schema.IMAGES)
-    layout = "nhwc" if images is None else text(images.attrs.get(schema.LAYOUT, b"nhwc"))
+    layout = text(images.attrs[schema.LAYOUT]) if images and schema.LAYOUT in images.attrs else "nhwc"
     if layout not in LAYOUTS:
         raise ValueError(f"{schema.LAYOUT} is {layout!r}")
     return layout

@@ -397,6 +397,12 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
     for name in (schema.FILENAMES, schema.SPLIT_NAMES, schema.SPLIT_ROWS, "statistics/mean", "statistics/std"):
         if not isinstance(file.get(name), h5py.Dataset):
             problems.append(f"{name}: missing")
+    for name in ("/", *file, *own_fields(file)):
+        try:
+            item = file.get(name)
+            deque(map(item.attrs.get_id, item.attrs) if item is not None else (), maxlen=0)
+        except (KeyError, OSError, RuntimeError) as error:
+            problems.append(f"{name}: {metadata_problem(error)}")
     for name in (schema.FILENAMES, schema.LABELS, *own_fields(file)):
         item = file.get(name)
         length = len(item) if isinstance(item, h5py.Dataset) else rows
@@ -405,6 +411,8 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
         if length != rows:
             problems.append(f"{name}: {length:,} rows, but there are {rows:,} images")
     for name in (schema.LABELS, *own_fields(file)):
+        if any(problem.startswith(f"{name}: ") for problem in problems):
+            continue
         try:
             require_known_kind(file, name)
             _check_attributes(file, name, problems)

@@ -141,7 +141,9 @@ def _describe(
     for name, one in ragged.items():
         indexes.update({one.data.name: one.data, **index_checksums(file, name, rows)})
     label = None if labels is None else file[labels]
-    layout = "nhwc" if indexes[images].is_encoded else file[images].attrs.get(schema.LAYOUT)
+    attributes = file[images].attrs
+    layout = attributes[schema.LAYOUT] if schema.LAYOUT in attributes else None  # noqa: SIM401 (`get` hides damage)
+    layout = "nhwc" if indexes[images].is_encoded else layout
     return FileDescription(
         path=file.filename,
         identity=identity,

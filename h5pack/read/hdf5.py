@@ -112,7 +112,7 @@ def metadata_problem(error: Exception, damage: str = "its metadata is damaged") 
         return f"it has no object {error.object!r}, since names are UTF-8; give another name"
     if isinstance(error, UnicodeDecodeError):
         return f"the name of an object in it is not UTF-8: {error.object!r}; rename it with h5py's Group.move"
-    return f"{damage} ({error}); restore the file, or convert again"
+    return f"{damage} ({error.args[0] if isinstance(error, KeyError) else error}); restore the file, or convert again"
 
 
 def failed_call(error: Exception) -> str | None:
@@ -453,8 +453,8 @@ def stored_names(dataset: h5py.Dataset) -> Iterator[str]:
 
 
 def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | None:
-    """Return the strings in an attribute, or None if the attribute does not exist."""
-    value = dataset.attrs.get(attribute)
+    """Return the strings in an attribute, or None if the attribute does not exist; raise KeyError if it is damaged."""
+    value = dataset.attrs[attribute] if attribute in dataset.attrs else None  # noqa: SIM401 (`get` hides damage)
     if isinstance(value, np.ndarray) and value.dtype.kind == "S":
         return _shared_names(value.dtype.itemsize, value.tobytes())
     return None if value is None else tuple(text(item) for item in np.atleast_1d(value))

@@ -311,6 +311,27 @@ def test_labels_that_became_strings_are_named(copy: Path) -> None:
     assert (len(report.problems), report.damaged) == (1, {"images": [23]})
 
 
+def test_damaged_attributes_are_a_problem_and_are_not_read_as_missing(tmp_path: Path) -> None:
+    """HDF5 stores more than 8 attributes, and those of over 64 KiB, in heaps and B-trees of their own."""
+    flat_folder(tmp_path / "in", 3)
+    lines = ["path,label", *(f"in/{path.name},{'x' * 66_000}" for path in (tmp_path / "in").iterdir())]
+    (tmp_path / "m.csv").write_text("\n".join(lines))
+    path = tmp_path / "o.h5"
+    h5pack.convert(tmp_path / "m.csv", path, **quick())
+    whole = path.read_bytes()
+    assert (h5pack.verify(path).ok, h5pack.H5Dataset(path).classes) == (True, ("x" * 66_000,))
+    places = [found.start() for found in re.finditer(rb"FHDB|BTLF", whole)]
+    assert len(places) >= 4
+    for place in places:
+        data = bytearray(whole)
+        data[place + 9] ^= 1
+        path.write_bytes(data)
+        report = h5pack.verify(path)
+        assert (report.ok, report.damaged) == (False, {})
+        with pytest.raises(PackFormatError):
+            h5pack.H5Dataset(path)
+
+
 def test_random_damage_is_found_or_harmless(pack: Path, tmp_path: Path) -> None:
     """Each random flip is found, or changed nothing that a reader sees; nothing crashes this process."""
     whole = pack.read_bytes()
