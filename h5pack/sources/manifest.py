@@ -252,16 +252,17 @@ def _many_classes_note(
     columns: Sequence[str], labels: npt.NDArray[Any] | None, names: tuple[str, ...] | None
 ) -> tuple[Note, ...]:
     """Return a note if there are, on average, fewer than five images per integer, or fewer than two per class name."""
-    if labels is None or labels.ndim > 1 or len(labels) < _MANY:
+    if labels is None or labels.ndim > 1:
         return ()
+    labels = labels[labels != schema.NO_LABEL]
     count = len(np.unique(labels)) if names is None else len(names)
-    if (5 if names is None else 2) * count <= len(labels):
+    if len(labels) < _MANY or (5 if names is None else 2) * count <= len(labels):
         return ()
     if names is None:
         kind, advice = "integers", "numbers that are not classes can be packed with field_columns"
     else:
         kind, advice = "class names", "name another column with label_columns if they are not classes"
-    text = f"column {columns[0]!r} has {count:,} different {kind} for {len(labels):,} images; {advice}"
+    text = f"column {columns[0]!r} has {count:,} different {kind} for {len(labels):,} labeled images; {advice}"
     return (Note(text, ("field_columns", "label_columns")),)
 
 

@@ -259,6 +259,11 @@ def test_a_text_of_json_that_is_not_a_path_is_an_error(tmp_path: Path, cell: str
             manifest(path, ManifestColumns(masks=("mask",)), NameFilter())
 
 
+def test_images_without_a_label_are_no_class_in_the_note_of_many_classes(tmp_path: Path) -> None:
+    for cells, notes in (([*"0101010101", "", "-1"], 0), ([*"0121010101", "", "-1"], 1), (["1", *[""] * 11], 0)):
+        assert len(labeled(tmp_path / "m.csv", *cells).notes) == notes
+
+
 @pytest.mark.parametrize("column", ["label", "split"])
 def test_a_name_with_a_nul_is_an_error_because_the_file_would_end_it_there(tmp_path: Path, column: str) -> None:
     path = jsonl(tmp_path / "m.jsonl", {"path": "0.jpg", column: "a"}, {"path": "1.jpg", column: "a\0"})
