@@ -397,12 +397,14 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
     for name in (schema.FILENAMES, schema.SPLIT_NAMES, schema.SPLIT_ROWS, "statistics/mean", "statistics/std"):
         if not isinstance(file.get(name), h5py.Dataset):
             problems.append(f"{name}: missing")
+    damaged = set()
     for name in ("/", *file, *own_fields(file)):
         try:
             item = file.get(name)
             deque(map(item.attrs.get_id, item.attrs) if item is not None else (), maxlen=0)
         except (KeyError, OSError, RuntimeError) as error:
             problems.append(f"{name}: {metadata_problem(error)}")
+            damaged.add(name)
     for name in (schema.FILENAMES, schema.LABELS, *own_fields(file)):
         item = file.get(name)
         length = len(item) if isinstance(item, h5py.Dataset) else rows
@@ -411,7 +413,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
         if length != rows:
             problems.append(f"{name}: {length:,} rows, but there are {rows:,} images")
     for name in (schema.LABELS, *own_fields(file)):
-        if any(problem.startswith(f"{name}: ") for problem in problems):
+        if name in damaged:
             continue
         try:
             require_known_kind(file, name)
