@@ -412,9 +412,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
             length = len(item[schema.FIELD_OFFSETS]) - 1
         if length != rows:
             problems.append(f"{name}: {length:,} rows, but there are {rows:,} images")
-    for name in (schema.LABELS, *own_fields(file)):
-        if name in damaged:
-            continue
+    for name in [one for one in (schema.LABELS, *own_fields(file)) if one not in damaged]:
         try:
             require_known_kind(file, name)
             _check_attributes(file, name, problems)
