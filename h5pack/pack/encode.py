@@ -167,7 +167,7 @@ def _encode(
 
     If the image's file is copied later, when rows are written, the result has only the masks.
     """
-    index, name, decode_path, masks = image
+    index, name, decode_path, masks, _ = image
     found: list[tuple[int, bytes, int, int]] = []
     height, width = task.sizes[position]
     upright = Upright(height, width)

@@ -271,13 +271,14 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
     catalog = _turned(with_fields(catalog, survey.fields), survey)
     placed = _of_kinds(catalog, schema.COORDINATE_KINDS)
     if not placed:
-        return catalog
+        return replace(catalog, coordinate_sizes=None)
     notes = catalog.notes
     if options.size is not None:
         placement = Placement.of(survey.heights, survey.widths, *options.size, options.fit)
     else:
         placement = Placement.shrunk(survey.heights, survey.widths, options.max_side)
     sizes = np.stack([survey.widths, survey.heights], axis=1).astype(np.float64)
+    surveyed = None if options.size is None else np.stack([survey.heights, survey.widths], axis=1)
     for name, rows in placed.items():
         if rows.kind == schema.BOXES:
             lengths = np.diff(rows.offsets)
@@ -289,7 +290,7 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
                 notes = (*notes, Note(text))
             rows = replace(rows, data=clipped)
         placed[name] = placement.moved(rows)
-    return replace(catalog, fields={**catalog.fields, **placed}, notes=notes)
+    return replace(catalog, fields={**catalog.fields, **placed}, notes=notes, coordinate_sizes=surveyed)
 
 
 def _of_kinds(catalog: Catalog, kinds: tuple[str, ...]) -> dict[str, RaggedRows]:
@@ -299,9 +300,9 @@ def _of_kinds(catalog: Catalog, kinds: tuple[str, ...]) -> dict[str, RaggedRows]
 def _turned(catalog: Catalog, survey: Survey) -> Catalog:
     """Turn an image's boxes if the annotated size is that before Exif turns the image; reject images of other sizes.
 
-    The annotated size is the size of an image according to its annotations (`Catalog.annotated_sizes`).
+    The annotated size is the size of an image according to its annotations (`Catalog.coordinate_sizes`).
     """
-    sizes = catalog.annotated_sizes
+    sizes = catalog.coordinate_sizes
     if sizes is None:
         return catalog
     own = np.stack([survey.heights, survey.widths], axis=1)

@@ -64,8 +64,8 @@ class WriteJob:
     token: str = field(default_factory=secrets.token_hex)
 
 
-Image = tuple[int, str, int, tuple[str, ...]]
-"""An image's catalog index, name and `DecodePath`, and the names of its masks and further images."""
+Image = tuple[int, str, int, tuple[str, ...], Sequence[int]]
+"""An image's catalog index, name, `DecodePath`, names of masks and further images, and size in `Images.sizes`."""
 
 Source = bytes | npt.NDArray[np.uint8]
 """An image before it is decoded: the bytes of its file, or pixels, uint8 (h, w, 1 or 3)."""
@@ -79,16 +79,21 @@ class Images:
     names: list[str]
     decode_paths: list[int]
     masks: list[list[str]]  # for each field of pixels, the names of the images' masks or further images
+    # Height and width that the coordinates of each image refer to; empty if images may have changed their size.
+    sizes: Sequence[Sequence[int]] = ()
 
     @classmethod
     def of(cls, plan: ConvertPlan, indices: npt.NDArray[np.int64]) -> Images:
         """Return the images of a plan that have these catalog indices, int64 (n,)."""
         names, masks = plan.catalog.names.at(indices), [one.files.at(indices) for one in plan.catalog.pixel_fields]
-        return cls(indices.tolist(), names, plan.decode_paths[indices].tolist(), masks)
+        sizes = None if plan.options.draft else plan.catalog.coordinate_sizes
+        surveyed = () if sizes is None else sizes[indices].tolist()
+        return cls(indices.tolist(), names, plan.decode_paths[indices].tolist(), masks, surveyed)
 
     def __iter__(self) -> Iterator[Image]:
         masks = zip(*self.masks, strict=True) if self.masks else [()] * len(self.indices)
-        return zip(self.indices, self.names, self.decode_paths, masks, strict=True)
+        sizes = self.sizes or [()] * len(self.indices)
+        return zip(self.indices, self.names, self.decode_paths, masks, sizes, strict=True)
 
 
 @dataclass(frozen=True)
@@ -344,8 +349,15 @@ class SampleDecoder:
         field_rows: Sequence[npt.NDArray[Any]],
     ) -> None:  # fmt: skip
         """Decode `source`, the image as `read_image` returns it; read and decode its masks and further images."""
-        index, _, decode_path, masks = image
+        index, name, decode_path, masks, size = image
         self.image.decode(source, decode_path, row)
+        found = self.image.upright
+        if size and [found.height, found.width] != size:
+            problem = (
+                f"is {found.height}x{found.width}, but the survey found {size[0]}x{size[1]}, so its boxes or keypoints "
+                f"would be misplaced; restore it, then {RUN_AGAIN}, or {START_OVER}"
+            )
+            raise SourceError.at(name, problem, "resume=True", "overwrite=True")
         if not masks:
             return
         for number, (mask, (kind, decoder), field_row) in enumerate(zip(masks, self._fields, field_rows, strict=True)):

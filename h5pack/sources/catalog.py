@@ -194,8 +194,9 @@ class Catalog:
     rejects: tuple[Reject, ...] = ()  # found before the survey, e.g. images that lack a mask
     ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files, folders or samples, by category
     notes: tuple[Note, ...] = ()
-    # COCO only: height and width of each image according to its annotations, int32 (M, 2), or 0 if unknown.
-    annotated_sizes: npt.NDArray[np.int32] | None = None
+    # Height and width of the images that boxes and keypoints refer to, int32 (M, 2): according to COCO annotations, or
+    # 0 if unknown; after the survey, those that it found, or None if coordinates were not moved with resized images.
+    coordinate_sizes: npt.NDArray[np.int32] | None = None
     about: str = ""  # text that the plan shows after the kind, e.g. the datasets, columns or folders in use
 
     def __len__(self) -> int:
@@ -241,7 +242,7 @@ class Catalog:
             labels=None if self.labels is None else self.labels[indices],
             fields={name: values[indices] for name, values in self.fields.items()},
             pixel_fields=tuple(replace(one, files=one.files.take(indices)) for one in self.pixel_fields),
-            annotated_sizes=None if self.annotated_sizes is None else self.annotated_sizes[indices],
+            coordinate_sizes=None if self.coordinate_sizes is None else self.coordinate_sizes[indices],
         )
 
     def filtered(self, wanted: NameFilter) -> Catalog:

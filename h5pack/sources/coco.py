@@ -114,7 +114,7 @@ def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
         label_names=label_names,
         fields=_fields(found),
         notes=_notes(found),
-        annotated_sizes=np.array([image.size for image in found.images], np.int32).reshape(-1, 2),
+        coordinate_sizes=np.array([image.size for image in found.images], np.int32).reshape(-1, 2),
     ).filtered(wanted)
 
 

@@ -12,9 +12,10 @@ import torch
 from PIL import Image
 
 import h5pack
-from h5pack.errors import OptionsError, OutputExistsError, ResumeError
+from h5pack.errors import OptionsError, OutputExistsError, ResumeError, SourceError
 from h5pack.format import schema
 from h5pack.pack.conversion import Conversion
+from h5pack.pack.output import ConvertReport
 from tests.crashing import convert_in_child, distinct_steps, leftovers, require_resumes
 from tests.makers import FIELDS, annotated_images, quick, truncate, write_lines
 
@@ -146,6 +147,32 @@ def test_painted_boxes_stay_under_their_boxes(tmp_path: Path, settings: dict[str
             assert np.abs(boxes[0].numpy() - found).max() < 1.1
             seen += 1
     assert seen > 4
+
+
+@pytest.mark.parametrize("decoder", ["simplejpeg", "pillow", "png"])
+def test_an_image_that_changes_its_size_after_the_survey_is_refused(tmp_path: Path, decoder: str) -> None:
+    """Its boxes would be scaled by the size that the survey found. Without boxes, the new image is packed."""
+    annotated_images(tmp_path / "in", 6)
+    changed = tmp_path / "in" / "004.jpg"
+    before = changed.read_bytes()
+
+    def convert(**keywords: Any) -> ConvertReport:
+        settings = {"size": 16, "path_column": "path", "overwrite": True, **keywords}
+        changed.write_bytes(before)
+        with Conversion(tmp_path / "in" / "list.jsonl", tmp_path / "o.h5", **quick(**settings)) as conversion:
+            conversion.plan()
+            with Image.open(changed) as image:
+                image.resize((image.width * 2, image.height)).save(changed, "PNG" if decoder == "png" else "JPEG")
+            return conversion.run()
+
+    with pytest.MonkeyPatch.context() as patch:
+        if decoder == "pillow":
+            patch.setattr("h5pack.images.decode._simplejpeg", lambda: None)
+        with pytest.raises(SourceError) as caught:
+            convert(box_columns="boxes")
+        assert (caught.value.path, caught.value.parameters) == ("004.jpg", ("resume=True", "overwrite=True"))
+        assert convert(keypoint_columns="points", draft=True).images == 6
+        assert convert().images == 6
 
 
 def test_boxes_outside_are_clipped_with_a_note(tmp_path: Path) -> None:

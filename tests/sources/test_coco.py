@@ -69,7 +69,7 @@ def test_a_size_that_only_one_file_of_a_split_gives_is_used(tmp_path: Path) -> N
     write(tmp_path / "annotations" / "instances_train2017.json", [image(0)], [box(0, [50, 50, 4, 4])])
     catalog = open_source(tmp_path, SourceOptions())
     assert [row.tolist() for row in catalog.fields["boxes"].values()] == [[]]  # type: ignore[union-attr]
-    assert catalog.annotated_sizes.tolist() == [[30, 40]]
+    assert catalog.coordinate_sizes.tolist() == [[30, 40]]
 
 
 def rows(path: Path, **keywords: Any) -> dict[str, Any]:
