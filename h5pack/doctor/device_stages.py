@@ -335,4 +335,4 @@ def _small_network(shape: tuple[int, ...], outputs: int) -> nn.Module:
         nn.Flatten(),
         nn.Linear(32, outputs),
     )
-    return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+    return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return, unused-ignore]

@@ -58,8 +58,12 @@ def _sums(rows: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint64]:
         columns[0] += block.sum(1, dtype=np.uint16)
         block *= block
         columns[1] += block.sum(1, dtype=np.uint32)
-    sums = columns.reshape(2, len(rows), -1, channels).sum(2) if last else columns.sum(2).reshape(2, -1, channels)
-    return np.swapaxes(sums, 0, 1)
+    sums: npt.NDArray[np.uint64]
+    if last:
+        sums = columns.reshape(2, len(rows), -1, channels).sum(2, np.uint64)
+    else:
+        sums = columns.sum(2, np.uint64).reshape(2, -1, channels)
+    return sums.swapaxes(0, 1)
 
 
 def mean_and_std(total: npt.NDArray[np.uint64], count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
