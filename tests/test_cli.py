@@ -418,7 +418,7 @@ def test_a_signal_while_a_lock_is_acquired_does_not_leave_it_locked(
     steps: list[str] = []
     # The signal comes while `Condition.__enter__` runs, which has acquired the lock.
     enter, leave = partial(signal.raise_signal, signal.SIGTERM), lambda *_: steps.append("released")
-    lock: Any = SimpleNamespace(acquire=None, release=None, __enter__=enter, __exit__=leave)
+    lock: Any = SimpleNamespace(acquire=None, release=None, locked=None, __enter__=enter, __exit__=leave)
 
     def work(*_: object, **__: object) -> None:
         with threading.Condition(lock):
@@ -515,7 +515,7 @@ def test_a_signal_while_handlers_are_restored_is_ignored(
 ) -> None:
     before, timer = signal.getsignal(signal.SIGTERM), Mock()
     restore = signal.signal
-    lock: Any = SimpleNamespace(acquire=None, release=None, __exit__=lambda *_: None)
+    lock: Any = SimpleNamespace(acquire=None, release=None, locked=None, __exit__=lambda *_: None)
     lock.__enter__ = partial(signal.raise_signal, signal.SIGTERM)
 
     def signaled(number: Any, handler: Any) -> Any:
