@@ -170,10 +170,11 @@ def _draw_panel(panel: Axes, report: BenchReport, table: SweepTable, series: lis
             drawn = [slot for slot in slots if speeds[slot]]
             low, medians, high = ([of(speeds[slot]) for slot in drawn] for of in (min, statistics.median, max))
             if drawn:
+                # Lists, because Matplotlib 3.10 converts an array of one number in a way that NumPy deprecates.
+                below_and_above = np.subtract([medians, high], [low, medians]).tolist()
                 panel.errorbar(
-                    drawn, medians, yerr=[np.subtract(medians, low), np.subtract(high, medians)], label=one.label,
-                    color=one.color, marker=one.marker, linestyle=one.line, linewidth=1.5, markersize=5, capsize=2.5,
-                    elinewidth=0.9,
+                    drawn, medians, yerr=below_and_above, label=one.label, color=one.color, marker=one.marker,
+                    linestyle=one.line, linewidth=1.5, markersize=5, capsize=2.5, elinewidth=0.9,
                 )  # fmt: skip
                 top = max(top, *high)
     top = max(top, _draw_ceiling(panel, report, cache, top))
