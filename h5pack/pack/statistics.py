@@ -63,7 +63,7 @@ def _sums(rows: npt.NDArray[np.uint8], layout: str) -> npt.NDArray[np.uint64]:
         sums = columns.reshape(2, len(rows), -1, channels).sum(2, np.uint64)
     else:
         sums = columns.sum(2, np.uint64).reshape(2, -1, channels)
-    return sums.swapaxes(0, 1)
+    return np.swapaxes(sums, 0, 1)
 
 
 def mean_and_std(total: npt.NDArray[np.uint64], count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
