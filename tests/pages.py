@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import re
 import runpy
@@ -80,6 +81,9 @@ def run_module(words: Sequence[str], output: IO[str]) -> int:
         for standard in (1, 2):
             os.dup2(output.fileno(), standard)
         sys.argv = [*words]
+        # Not by default from Python 3.14 on, where a fork server of the parent could not be waited for, and the lock of
+        # tqdm would be reported as leaked after `os._exit`.
+        multiprocessing.set_start_method("fork", force=True)
         runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as stop:
