@@ -25,7 +25,7 @@ from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, sta
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex, row_decoder
 from h5pack.read.engine import Engine
-from h5pack.read.hdf5 import is_pack, open_file, reporting_damage, require_complete, stored_options, text
+from h5pack.read.hdf5 import attribute, is_pack, open_file, reporting_damage, require_complete, stored_options, text
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Reject
 from h5pack.sources.folders import split_order
@@ -180,7 +180,7 @@ def rejects_of(file: h5py.File) -> tuple[Reject, ...]:
 def stored_layout(file: h5py.File) -> str:
     """Return the layout of a pack's images; raise ValueError if it is unknown."""
     images = file.get(schema.IMAGES)
-    layout = text(images.attrs[schema.LAYOUT]) if images and schema.LAYOUT in images.attrs else "nhwc"
+    layout = "nhwc" if images is None else text(attribute(images, schema.LAYOUT, "nhwc"))
     if layout not in LAYOUTS:
         raise ValueError(f"{schema.LAYOUT} is {layout!r}")
     return layout

@@ -361,7 +361,8 @@ def _check_other_rows(file: h5py.File, found: _Structure) -> None:
         if target == name or target in found.seen or name.startswith(f"{schema.CHUNK_CHECKSUMS}/"):
             continue
         try:
-            stored = _checksums_of(file, target)
+            with reporting_damage(file.filename):
+                stored = _checksums_of(file, target)
         except PackFormatError as error:
             found.problems.append(_problem(file.filename, error))
             continue
@@ -400,8 +401,8 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
     damaged = set()
     for name in ("/", *file, *own_fields(file)):
         try:
-            item = file.get(name)
-            deque(map(item.attrs.get_id, item.attrs) if item is not None else (), maxlen=0)
+            for attribute in getattr(file.get(name), "attrs", ()):
+                file[name].attrs.get_id(attribute)
         except (KeyError, OSError, RuntimeError) as error:
             problems.append(f"{name}: {metadata_problem(error)}")
             damaged.add(name)
@@ -412,7 +413,7 @@ def _check_tables(file: h5py.File, rows: int, problems: list[str]) -> None:
             length = len(item[schema.FIELD_OFFSETS]) - 1
         if length != rows:
             problems.append(f"{name}: {length:,} rows, but there are {rows:,} images")
-    for name in [one for one in (schema.LABELS, *own_fields(file)) if one not in damaged]:
+    for name in sorted({schema.LABELS, *own_fields(file)} - damaged):
         try:
             require_known_kind(file, name)
             _check_attributes(file, name, problems)

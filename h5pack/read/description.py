@@ -18,6 +18,7 @@ from h5pack.format.fields import is_numeric_dtype
 from h5pack.read.chunk_index import ChunkIndex, index_checksums
 from h5pack.read.encoded import EncodedIndex, has_kept_images, index_encoded, index_kept, is_encoded, is_mask_group
 from h5pack.read.hdf5 import (
+    attribute,
     attribute_names,
     dataset_error,
     find_item,
@@ -141,9 +142,7 @@ def _describe(
     for name, one in ragged.items():
         indexes.update({one.data.name: one.data, **index_checksums(file, name, rows)})
     label = None if labels is None else file[labels]
-    attributes = file[images].attrs
-    layout = attributes[schema.LAYOUT] if schema.LAYOUT in attributes else None  # noqa: SIM401 (`get` hides damage)
-    layout = "nhwc" if indexes[images].is_encoded else layout
+    layout = "nhwc" if indexes[images].is_encoded else attribute(file[images], schema.LAYOUT)
     return FileDescription(
         path=file.filename,
         identity=identity,
@@ -159,7 +158,7 @@ def _describe(
         statistics_rows=int(file[schema.STATISTICS].attrs.get("rows", 0)) if schema.STATISTICS in file else 0,
         files=((file.filename, 0),),
         ragged=ragged,
-        kinds={name: text(kind) for name in fields if (kind := file[name].attrs.get(schema.KIND)) is not None},
+        kinds={name: text(kind) for name in fields if (kind := attribute(file[name], schema.KIND)) is not None},
     )
 
 

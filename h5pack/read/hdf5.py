@@ -99,10 +99,7 @@ def reporting_damage(
 
 
 def metadata_problem(error: Exception, damage: str = "its metadata is damaged") -> str:
-    """Return a line that says why reading a file's metadata raised `error`, and what to do.
-
-    The reason is that a system call failed, that memory is short, that a name is not UTF-8, or else `damage`.
-    """
+    """Return a line that says why reading a file's metadata raised `error` (if unknown, `damage`), and what to do."""
     reason = failed_call(error)
     if reason is not None:
         return f"cannot be read ({reason}); check the disk, then try again"
@@ -452,9 +449,14 @@ def stored_names(dataset: h5py.Dataset) -> Iterator[str]:
         yield from map(text, names)
 
 
-def attribute_names(dataset: h5py.Dataset, attribute: str) -> tuple[str, ...] | None:
-    """Return the strings in an attribute, or None if the attribute does not exist; raise KeyError if it is damaged."""
-    value = dataset.attrs[attribute] if attribute in dataset.attrs else None  # noqa: SIM401 (`get` hides damage)
+def attribute(item: h5py.HLObject, name: str, default: Any = None) -> Any:
+    """Return an attribute, or `default` if it does not exist; raise an error if it is damaged, unlike ``attrs.get``."""
+    return item.attrs[name] if name in item.attrs else default  # noqa: SIM401
+
+
+def attribute_names(dataset: h5py.Dataset, name: str) -> tuple[str, ...] | None:
+    """Return the strings in an attribute, or None if the attribute does not exist."""
+    value = attribute(dataset, name)
     if isinstance(value, np.ndarray) and value.dtype.kind == "S":
         return _shared_names(value.dtype.itemsize, value.tobytes())
     return None if value is None else tuple(text(item) for item in np.atleast_1d(value))
@@ -495,5 +497,4 @@ def encode_text(value: str) -> bytes:
 def utf8(values: Any) -> npt.NDArray[np.bytes_]:
     """Encode strings for a UTF-8 dataset or attribute whose strings have a fixed length."""
     encoded = [encode_text(value) for value in values]
-    width = max([1, *map(len, encoded)])
-    return np.array(encoded, dtype=h5py.string_dtype("utf-8", width))
+    return np.array(encoded, dtype=h5py.string_dtype("utf-8", max([1, *map(len, encoded)])))

@@ -22,6 +22,7 @@ from h5pack.read.engine import Engine
 from h5pack.read.hdf5 import (
     NOT_UTF8,
     VERIFY_ADVICE,
+    attribute,
     attribute_names,
     dataset_error,
     find_item,
@@ -65,7 +66,7 @@ def is_ragged(file: h5py.File, name: str) -> bool:
 
 def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
     """Return the index of a ragged field; raise PackFormatError if it is not stored as docs/format.md describes."""
-    kind = text(file[name].attrs.get(schema.KIND, schema.RAGGED))
+    kind = text(attribute(file[name], schema.KIND, schema.RAGGED))
     data_name = f"{name}/{schema.FIELD_DATA}"
     data = require_dataset(file, data_name)
     if kind not in schema.RAGGED_KINDS:
@@ -77,7 +78,7 @@ def index_ragged(file: h5py.File, name: str) -> RaggedIndex:
     if wanted.shapes and not (data.dtype == wanted.dtype and data.shape[1:] in wanted.shapes):
         problem = f"is {data.dtype} {data.shape}, which does not fit the kind {kind!r}; {VERIFY_ADVICE}"
         raise dataset_error(file.filename, data_name, problem)
-    box_format = text(file[name].attrs.get(schema.BOX_FORMAT, schema.XYXY))
+    box_format = text(attribute(file[name], schema.BOX_FORMAT, schema.XYXY))
     if box_format != schema.XYXY:
         raise dataset_error(file.filename, name, f"has boxes of the unknown format {box_format!r}; use a newer h5pack")
     return RaggedIndex(
@@ -93,7 +94,7 @@ def require_known_kind(file: h5py.File, name: str) -> None:
     """Raise PackFormatError if a pack's field is a dataset whose kind this version does not know."""
     item = find_item(file, name) if os.path.dirname(name) == schema.FIELDS and is_pack(file) else None
     if isinstance(item, h5py.Dataset):
-        kind = text(item.attrs.get(schema.KIND, schema.ARRAY))
+        kind = text(attribute(item, schema.KIND, schema.ARRAY))
         if kind not in (schema.ARRAY, *schema.PIXEL_KINDS):
             raise _unknown_kind(file, name, kind)
 

@@ -23,6 +23,7 @@ import h5pack
 from h5pack.cli import main
 from h5pack.errors import OptionsError, PackFormatError, ReadError, WorkerError
 from h5pack.inspect import verify as module
+from tests.combine import packs
 from tests.makers import flat_folder, hdf5_file, pair_folders, quick, split_folders
 from tests.read.files import in_child, limit_open_files
 
@@ -331,6 +332,26 @@ def test_damaged_attributes_are_a_problem_and_are_not_read_as_missing(tmp_path: 
         assert (report.ok, report.damaged) == (False, {})
         with pytest.raises(PackFormatError):
             h5pack.H5Dataset(path)
+
+
+def test_the_kind_of_a_field_with_damaged_attributes_is_not_lost(tmp_path: Path) -> None:
+    """Masks and boxes without their kinds would not be moved with their images."""
+    path, fields = packs.pack(tmp_path, "a", 6, ["x"]), ["boxes", "points", "mask"]
+    size = path.stat().st_size
+    with h5py.File(path, "a") as file:
+        for name in fields:
+            file[f"fields/{name}"].attrs["note"] = np.bytes_("x" * 66_000)
+    whole = path.read_bytes()
+    assert h5pack.verify(path).ok
+    h5pack.H5Dataset(path, fields=fields)
+    places = [found.start() for found in re.compile(b"FHDB").finditer(whole, size)]  # the heaps of attributes
+    assert len(places) == 3
+    for place in places:
+        path.write_bytes(whole[: place + 9] + bytes([whole[place + 9] ^ 1]) + whole[place + 10 :])
+        report = h5pack.verify(path)
+        assert (report.ok, report.rows, report.damaged) == (False, 6, {})
+        with pytest.raises(PackFormatError):
+            h5pack.H5Dataset(path, fields=fields)
 
 
 def test_random_damage_is_found_or_harmless(pack: Path, tmp_path: Path) -> None:
