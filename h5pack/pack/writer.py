@@ -390,8 +390,8 @@ def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowReco
         block = itertools.islice(images_read, len(positions))
         for position, (image, source), row, *parts in zip(positions, block, rows, *field_rows, strict=True):
             try:
-                if isinstance(source, RejectedImageError):
-                    raise source
+                if isinstance(source, str):
+                    raise RejectedImageError(source)
                 worker.decoder.decode(reader, image, source, row, parts)
             except RejectedImageError as error:
                 reasons[position] = str(error)
@@ -417,20 +417,21 @@ def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowReco
     )  # fmt: skip
 
 
-def read_ahead(reader: SourceReader, images: Images) -> Iterator[tuple[Image, Source | RejectedImageError]]:
-    """Yield each image with its file's bytes or its pixels, or with the error if it is rejected.
+def read_ahead(reader: SourceReader, images: Images) -> Iterator[tuple[Image, Source | str]]:
+    """Yield each image with its file's bytes or its pixels, or with the reason if it is rejected.
 
-    The files of a block of images are read together. But pixels are yielded before the next image is read, because a
-    map-style dataset may return the same array again, and so are images with masks, which readers read with the image.
+    Files are read in blocks. But pixels are yielded before the next image is read, because a map-style dataset may
+    return the same array again. So are images with masks, because readers may keep only the last sample, mask included.
     """
-    block: list[tuple[Image, Source | RejectedImageError]] = []
+    block: list[tuple[Image, Source | str]] = []
     size = 0
     for image in images:
-        source: Source | RejectedImageError
+        source: Source | str
         try:
             source = read_image(reader, image[0], image[1])
         except RejectedImageError as error:
-            source = error
+            # Keep only the text: the traceback of a kept error refers to frames, which keep rows and files in memory.
+            source = str(error)
         except MemoryError as error:
             raise memory_error(image[1]) from error
         block.append((image, source))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import struct
 import zlib
@@ -142,8 +143,36 @@ def test_small_files_are_read_together(
     images = Images(numbers, [f"{number}.jpg" for number in numbers], [0] * len(sources), masks)
     found = [(image, source, reader.reads) for image, source in read_ahead(reader, images)]
     assert [image for image, _, _ in found] == list(images)
-    assert all(source is given for (_, source, _), given in zip(found, sources, strict=True))
+    assert [source for _, source, _ in found] == [str(one) if one is REJECTED else one for one in sources]
     assert [count for _, _, count in found] == reads
+
+
+class FailsLater:
+    """A map-style dataset, of which every other sample fails when it is read again; `reads` counts how often."""
+
+    def __init__(self) -> None:
+        self.reads = [0] * 40
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        self.reads[index] += 1
+        if self.reads[index] > 1 and index % 2:
+            raise ValueError
+        return np.zeros((6, 5, 3), np.uint8)
+
+
+def test_rejects_keep_no_rows_in_memory(tmp_path: Path) -> None:
+    """An error that is kept refers to a traceback, and so to frames: to buffers of rows, and to files."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(isinstance(one, RejectedImageError) for one in gc.get_objects())
+        assert h5pack.convert(FailsLater(), tmp_path / "o.h5", **quick()).rejects == 20
+        assert sum(isinstance(one, RejectedImageError) for one in gc.get_objects()) == before
+    finally:
+        gc.enable()
 
 
 class SameArray:
