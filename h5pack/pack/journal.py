@@ -68,7 +68,7 @@ WRITTEN = "written.bin"
 
 @dataclass
 class RowRecord:
-    """The results of writing some rows. The checksums of rejected images are 0.
+    """The results of writing some rows. The rows of rejected images are zeros.
 
     Planned rows are row numbers before the gaps that rejected images leave are closed.
     """

@@ -407,9 +407,7 @@ def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowReco
             found = channel_sums([rows[position - first] for position in sampled], pixels.layout)
             sums.update(zip(group.rows[sampled].tolist(), found, strict=True))
     packed, all_checksums = np.ones(count, np.bool_), np.array(checksums, np.uint32)
-    rejected = [*reasons]
-    packed[rejected] = False
-    all_checksums[:, rejected] = 0
+    packed[[*reasons]] = False
     return RowRecord.of(
         group.rows, packed, all_checksums[0], sums, pixels.channels,
         reasons={int(group.rows[position]): reason for position, reason in reasons.items()},
