@@ -41,7 +41,7 @@ def identity(plan: ConvertPlan) -> dict[str, Any]:
         "packages": decoder_versions(),
         "options": plan.options.content(),
         "shape": [plan.rows, *plan.row_shape, *plan.mask_dtypes],
-        "tables": [plan.catalog.tables_checksum(), crc32(plan.row_order.origins)],
+        "tables": [*plan.catalog.identity().values(), crc32(plan.row_order.origins)],
     }
 
 
@@ -217,7 +217,7 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
         raise _refused(plan, journal, f"was begun with {counts}, but {plan.source} now has {len(prints):,}")
     changed = np.flatnonzero(prints != old_prints)
     if len(changed) or before["tables"] != now["tables"] or before["shape"] != now["shape"]:
-        other = "a label, split or field, or which images are rejected"
+        other = "a name, label, split or field, or which images are rejected"
         name = plan.catalog.shown(int(changed[0])) if len(changed) else other
         raise source_changed(plan, journal, name)
 

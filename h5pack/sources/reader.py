@@ -31,7 +31,7 @@ class SurveyedImage(NamedTuple):
     """The result of the survey for one image."""
 
     header: ImageHeader
-    fingerprint: int  # a 64-bit hash to detect changes, for example of the name, size and time of the image's file
+    fingerprint: int  # a 64-bit hash to detect changes, for example of the size and time of the image's file
     label: npt.NDArray[Any] | None = None  # None if the sample has no label, or the reader's `has_labels` is false
     unused: tuple[str, ...] = ()  # names of the parts of a sample that are not packed
     file_bytes: int = 0  # size of the image's file in bytes; 0 if the image has no file of its own
@@ -183,7 +183,7 @@ class FileReader(SourceReader):
             raise
         except (OSError, ValueError) as error:
             raise _survey_error(name, error) from error
-        # The name is not included, because the catalog's identity has a checksum of all names.
+        # Without the name, because `Catalog.identity` has a checksum of all names.
         return SurveyedImage(header, (modified * SPLITMIX64_GAMMA + size) % 2**64, file_bytes=size)
 
     def survey_mask(self, number: int, index: int, name: str, max_pixels: int) -> tuple[MaskHeader, int]:

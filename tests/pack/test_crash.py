@@ -131,6 +131,7 @@ SOURCE_CHANGES: dict[str, Callable[[Path], object]] = {
     "accepted, then no image": lambda root: (root / "00006.jpg").write_bytes(b"no image"),
     "of another size": lambda root: save(root / "00006.jpg", 6, (30, 40)),
     "accepted, then removed": lambda root: (root / "00006.jpg").unlink(),
+    "renamed": lambda root: (root / "00006.jpg").rename(root / "00006b.jpg"),
     "rejected, then removed": lambda root: (root / "00003.png").unlink(),
     "added": lambda root: save(root / "new.jpg", 7),
 }
