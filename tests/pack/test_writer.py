@@ -170,7 +170,7 @@ def test_rejects_keep_no_rows_in_memory(tmp_path: Path) -> None:
     try:
         before = sum(isinstance(one, RejectedImageError) for one in gc.get_objects())
         assert h5pack.convert(FailsLater(), tmp_path / "o.h5", **quick()).rejects == 20
-        assert sum(isinstance(one, RejectedImageError) for one in gc.get_objects()) == before
+        assert sum(isinstance(one, RejectedImageError) for one in gc.get_objects()) <= before
     finally:
         gc.enable()
 
