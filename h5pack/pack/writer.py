@@ -79,7 +79,7 @@ class Images:
     names: list[str]
     decode_paths: list[int]
     masks: list[list[str]]  # for each field of pixels, the names of the images' masks or further images
-    # Height and width that the coordinates of each image refer to; empty if images may have changed their size.
+    # Height and width of each image, for which its boxes and keypoints were scaled; empty if they need no check.
     sizes: Sequence[Sequence[int]] = ()
 
     @classmethod
