@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -210,19 +210,15 @@ def with_columns(catalog: Catalog, table: TextTable, columns: ManifestColumns, u
 
 def _field(table: TextTable, name: str, columns: ManifestColumns) -> FieldValues:
     """Return the values of a column that becomes a field."""
-    values = table.values(name)
-    if name in columns.texts:
-        return _parsed(table, name, "text_columns", lambda: parse_texts(_listed_texts(values)))
-    kind = dict(columns.coordinates).get(name, schema.RAGGED)
-    if kind == schema.RAGGED and not any(_is_list(value) for value in values):
-        return numbers(table, name)
-    lists = _lists(table, name, values)
-    return _parsed(table, name, schema.KINDS[kind].parameter, lambda: parse_ragged(lists, kind, columns.box_format))
-
-
-def _parsed(table: TextTable, name: str, parameter: str, parse: Callable[[], FieldValues]) -> FieldValues:
+    values, parameter = table.values(name), "text_columns"
     try:
-        return parse()
+        if name in columns.texts:
+            return parse_texts(_listed_texts(values))
+        kind = dict(columns.coordinates).get(name, schema.RAGGED)
+        parameter = schema.KINDS[kind].parameter
+        if kind == schema.RAGGED and not any(map(_is_list, values)):
+            return numbers(table, name)
+        return parse_ragged(_lists(table, name, values), kind, columns.box_format)
     except FieldValueError as error:
         message = f"column {name!r} {error}; correct the value, or leave the column out of {parameter}"
         raise table.error(error.row, message, parameter, *error.parameters) from None
