@@ -228,7 +228,9 @@ def survey_identity(source: object, catalog: Catalog, options: ConvertOptions) -
 
 def _require_missing(catalog: Catalog, reasons: dict[int, str], options: ConvertOptions) -> None:
     """Raise WorkerError if another machine or part could not open a file, but this process has no such problem."""
-    for index, reason in _missing(reasons).items():
+    for index, reason in reasons.items():
+        if not reason.endswith(tuple(MISSING_FILE_REASONS)):  # Journals store only the text of a reason.
+            continue
         try:
             image = catalog.reader.survey(index, catalog.names[index], options.max_pixels)
             _with_masks(catalog.reader, image, 0, _task(catalog, options, [index]))
@@ -240,11 +242,6 @@ def _require_missing(catalog: Catalog, reasons: dict[int, str], options: Convert
             f"({reason}), but this one finds no such problem; give all machines the same mounts"
             f"{options.start_over_advice}"
         )
-
-
-def _missing(reasons: dict[int, str]) -> dict[int, str]:
-    """Return the `reasons` of files that are missing or cannot be opened. Journals store only the text of a reason."""
-    return {index: reason for index, reason in reasons.items() if reason.endswith(tuple(MISSING_FILE_REASONS))}
 
 
 def with_size_note(catalog: Catalog, survey: Survey, options: ConvertOptions) -> Catalog:
