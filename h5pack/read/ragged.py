@@ -147,11 +147,7 @@ def texts_of(engine: Engine, name: str, rows: npt.NDArray[np.int64], found: Ragg
 
 
 def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
+    return data.decode(errors="ignore").encode() == data
 
 
 def find_field(file: h5py.File, name: str) -> str:
