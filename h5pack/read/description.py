@@ -31,7 +31,7 @@ from h5pack.read.hdf5 import (
 )
 from h5pack.read.ragged import RaggedIndex, find_field, index_ragged, is_ragged, require_known_kind
 from h5pack.read.storage import FileIdentity
-from h5pack.read.virtual import index_rows, other_files
+from h5pack.read.virtual import identify, index_rows, other_files
 from h5pack.read.virtual_index import VirtualIndex
 from h5pack.system.arrays import RowNumbers, joined_ranges
 from h5pack.system.files import absolute_path
@@ -93,8 +93,7 @@ def describe_file(
         raise invalid("labels", labels, "give the name of a dataset, or None")
     absolute = absolute_path(path)
     with open_file(absolute) as file:
-        # Take the identity of the open descriptor, because the file at the path may already have been replaced.
-        identity = FileIdentity.of(file.id.get_vfd_handle() if file.driver == "sec2" else absolute)
+        identity = identify(file).identity
         with reporting_damage(absolute):
             require_complete(file)
             if labels == schema.LABELS and labels not in file and schema.checksums_path(labels) not in file:

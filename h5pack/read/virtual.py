@@ -104,10 +104,10 @@ def files_of(dataset: h5py.Dataset, visited: _Visited | None = None, depth: int 
     visited = visited or _Visited()
     key = dataset.file.filename, dataset.name
     if key not in visited.files:
-        files = {_identify(dataset.file), *_external_files(dataset)}
+        files = {identify(dataset.file), *_external_files(dataset)}
 
         def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
-            files.update({_identify(file)}, files_of(found, visited, depth + 1))
+            files.update({identify(file)}, files_of(found, visited, depth + 1))
 
         _visit_sources(dataset, depth, visit)
         visited.files[key] = frozenset(files)
@@ -141,7 +141,7 @@ def missing_sources(datasets: dict[str, h5py.Dataset]) -> dict[str, str]:
 
 def other_files(file: h5py.File, dataset: h5py.Dataset) -> frozenset[SourceFile]:
     """Return all files of a dataset except `file`, which contains the dataset, or a link to it."""
-    return files_of(dataset) - {_identify(file)}
+    return files_of(dataset) - {identify(file)}
 
 
 def index_rows(
@@ -197,7 +197,7 @@ def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
 def _index_linked(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, depth: int) -> ChunkIndex:
     """Return `index`, the index of a link to `dataset`, with the locations of the rows in the file of `dataset`."""
     there = index_rows(dataset.file, dataset, dataset.name.lstrip("/"), visited, depth)
-    file = _identify(dataset.file)
+    file = identify(dataset.file)
     if there.library_reason is not None or not index.rows or not index.row_bytes:
         return replace(index, external_files=there.files | {file})
     return join_rows(index, file, b"", [MappedRows(0, index.rows, file, there, 0)])
@@ -213,7 +213,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
 
     def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
         nonlocal reason
-        where = _identify(file)
+        where = identify(file)
         files.add(where)
         boxes = [_whole_rows(dataset, found, mapping) for mapping in mappings]
         if reason is None and None in boxes:
@@ -241,7 +241,7 @@ def _index_virtual(dataset: h5py.Dataset, index: ChunkIndex, visited: _Visited, 
     if reason is not None:
         return replace(index, library_reason=reason, external_files=frozenset(files))
     fill = np.full(index.row_shape, dataset.fillvalue, index.dtype).tobytes()
-    return join_rows(index, _identify(dataset.file), fill, parts)
+    return join_rows(index, identify(dataset.file), fill, parts)
 
 
 def _whole_rows(dataset: h5py.Dataset, found: h5py.Dataset, mapping: _Mapping) -> tuple[int, int, int] | None:
@@ -254,7 +254,7 @@ def _whole_rows(dataset: h5py.Dataset, found: h5py.Dataset, mapping: _Mapping) -
     return *here, there[0]
 
 
-def _identify(file: h5py.File) -> SourceFile:
+def identify(file: h5py.File) -> SourceFile:
     """Return the path and the identity of an open file."""
     path = absolute_path(file.filename)
     # Take the identity of the open descriptor, because the file at the path may already have been replaced.
