@@ -31,13 +31,11 @@ from h5pack.sources.catalog import Catalog
 from h5pack.sources.validation import divided_names, training_split
 from h5pack.system.files import drop_pages
 from h5pack.system.text import counted
-from h5pack.version import __version__
 
 
 def identity(plan: ConvertPlan) -> dict[str, Any]:
     """Return the properties that, besides the images' fingerprints, must be equal in a resumed run."""
     return {
-        "h5pack": __version__,
         "packages": decoder_versions(),
         "options": plan.options.content(),
         "shape": [plan.rows, *plan.row_shape, *plan.mask_dtypes],
