@@ -241,13 +241,10 @@ class Storage:
         """Start reading extents of the file into the page cache, without waiting.
 
         First, the first byte of a few extents is tested. If all these bytes are in the page cache, nothing is read.
-        Extents with a negative offset (rows without allocated storage) are skipped.
         """
         step = max(1, len(offsets) // _MAX_PROBES)
-        if all(self.is_cached(offset) for offset in offsets[::step] if offset >= 0):
-            return
-        for offset, size in zip(offsets, sizes, strict=True):
-            if offset >= 0:
+        if not all(map(self.is_cached, offsets[::step])):
+            for offset, size in zip(offsets, sizes, strict=True):
                 self.will_need(offset, size)
 
     def will_need(self, offset: int, count: int) -> None:
