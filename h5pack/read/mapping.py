@@ -110,9 +110,7 @@ class FileMapping:
     def open(cls, storages: Sequence[Storage], bases: Sequence[int]) -> FileMapping | None:
         """Map the files of `storages`; file k begins at ``bytes[bases[k]]``. Return None if they cannot be mapped."""
         # Only Linux can load pages into the page table without the risk of a SIGBUS.
-        if sys.platform != "linux":
-            return None
-        if not all(storage.identity.size for storage in storages):
+        if sys.platform != "linux" or not all(storage.identity.size for storage in storages):
             return None
         try:
             return cls(storages, bases)
@@ -161,9 +159,8 @@ class FileMapping:
     def _check(self, wanted: npt.NDArray[np.int64], max_absent: float) -> bool:
         """Make sure that the blocks `wanted` are in the page table. Load several consecutive blocks per system call.
 
-        Skip the blocks that this process checked less than `CHECK_SECONDS` ago.
-
-        Return False on an error, or if a larger share than `max_absent` of one call's pages is not in the page cache.
+        Skip the blocks that this process checked less than `CHECK_SECONDS` ago. Return False on an error, or if a
+        larger share than `max_absent` of one call's pages is not in the page cache.
         """
         process, checked = self._checked
         if process != os.getpid():
