@@ -101,8 +101,7 @@ def divide(
     `usable` are the indices of the images to choose from, int64 (n,). The new split gets the fraction `val` of the
     usable images in the divided split. With `group_field`, it gets about this fraction, because images with equal
     values in this field stay in the same split.
-    Raise OptionsError if the divided or the new split would have no images. Also raise it if the source does not have
-    exactly one split for training, already has one for validation, or lacks the field.
+    Raise the errors of `training_split`, and OptionsError if the divided or the new split would have no images.
     """
     training = training_split(source, catalog, val)
     images = usable[catalog.split_ids[usable] == training]
@@ -111,7 +110,6 @@ def divide(
         problem = f"{given[0]} needs at least 2 images for training that can be packed; the source has {len(images)}"
         raise OptionsError(f"{source}: {problem}; leave out {' and '.join(given)}", parameters=given)
     if group_field is not None:
-        require_field(source, catalog, group_field, catalog.fields)
         chosen = choose_groups(group_ids(catalog.fields[group_field][images]), val, seed)
         parameter = f"val_groups={group_field!r}"
         problem = f"{parameter} needs images with different values of this field"
