@@ -263,17 +263,16 @@ class DecodedDataset:
         `array` nor in the cache. `ChunkDecoder.rows_in_chunk` with ``keep=True`` decodes and caches such a chunk.
         """
         chunks = all_between(self.index.chunks_of(first), self.index.chunks_of(last))
-        return all(self._move(chunk) for chunk in chunks[~self._moved[chunks]].tolist())
+        for chunk in chunks[~self._moved[chunks]].tolist():
+            start = chunk * self.index.chunk_rows
+            if not self._chunks.move(self.index, chunk, self.array[start : start + self.index.chunk_rows].reshape(-1)):
+                return False
+            self._moved[chunk] = True
+        return True
 
     def copy(self, rows: npt.NDArray[np.int64], out: npt.NDArray[np.uint8]) -> None:
         """Copy `rows`, int64 (n,), to `out`, (n, row_bytes), C-contiguous. `ready` must have returned True for them."""
         np.take(self.array, rows, axis=0, out=out, mode="clip")
-
-    def _move(self, chunk: int) -> bool:
-        start = chunk * self.index.chunk_rows
-        rows = self.array[start : start + self.index.chunk_rows]
-        self._moved[chunk] = self._chunks.move(self.index, chunk, rows.reshape(-1))
-        return bool(self._moved[chunk])
 
 
 class SourceFiles:
