@@ -130,7 +130,7 @@ def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     groups = plan.catalog.reader.groups(origins)
     count = max(1, min(_MAX_TASK_IMAGES, _TASK_BYTES // plan.row_bytes))
     is_encoded = plan.catalog.reader.uniform_size() is None
-    most = max(_MAX_TASK_IMAGES, 0 if is_encoded else _GROUP_BYTES // plan.row_bytes)
+    max_images = max(_MAX_TASK_IMAGES, 0 if is_encoded else _GROUP_BYTES // plan.row_bytes)
     if groups is None:
         origins = origins[np.linspace(0, plan.rows - 1, min(plan.rows, _MAX_SAMPLE)).astype(np.int64)]
         groups = np.arange(len(origins))
@@ -138,7 +138,7 @@ def _samples(plan: ConvertPlan) -> Iterator[list[int]]:
     edges = equal_runs(groups[order])
     joined: list[int] = []
     for number in shuffled(len(edges) - 1, 0).tolist():
-        joined += origins[order[edges[number] : edges[number + 1]]][:most].tolist()
+        joined += origins[order[edges[number] : edges[number + 1]]][:max_images].tolist()
         if len(joined) >= count:
             yield joined
             joined = []

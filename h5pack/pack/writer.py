@@ -136,14 +136,14 @@ def write_tasks(
     sampled = np.zeros(plan.rows, np.bool_)
     sampled[sampled_rows(*statistics_range(plan, plan.row_order), job.keep)] = True
     # The reader may hold all images of a task in memory, where they may be larger than their rows.
-    most = max(1, TASK_BYTES // max(plan.row_bytes, plan.catalog.reader.row_bytes))
-    equal_share = min(most, max(1, -(-len(missing) // (num_workers * _TASKS_PER_WORKER))))
+    max_task_rows = max(1, TASK_BYTES // max(plan.row_bytes, plan.catalog.reader.row_bytes))
+    equal_share = min(max_task_rows, max(1, -(-len(missing) // (num_workers * _TASKS_PER_WORKER))))
     if plan.source_bytes:
-        most = max(1, min(most, _TASK_SOURCE_BYTES * len(plan.catalog) // plan.source_bytes))
+        max_task_rows = max(1, min(max_task_rows, _TASK_SOURCE_BYTES * len(plan.catalog) // plan.source_bytes))
     else:
         # The time to read images that are not files is unknown, so make smaller tasks.
-        most = equal_share
-    least = max(1, equal_share // 8)
+        max_task_rows = equal_share
+    min_task_rows = max(1, equal_share // 8)
     # A network file system may write back whole pages, so two machines that write to one page could overwrite each
     # other's rows. So keep the rows of a chunk in one task. Chunks of at least 64 KiB share no page. For smaller ones,
     # rely on `RowFile`, which opens the file such that NFS writes only the bytes that changed.
@@ -161,7 +161,7 @@ def write_tasks(
         count = 0
         max_bytes = min(DEFAULT_CHUNK_BYTES if job.keep else plan.chunks.bytes, equal_share * plan.row_bytes)
         for rows in _written_together(share, row_offsets, max_bytes, scattered=scattered):
-            max_rows = max(least, min(most, left // (2 * num_workers)))
+            max_rows = max(min_task_rows, min(max_task_rows, left // (2 * num_workers)))
             if row_groups is None and groups and count + len(rows) > max_rows:
                 yield WriteTask(job, groups)
                 groups, left, count = [], left - count, 0
@@ -351,11 +351,11 @@ class SampleDecoder:
         """Decode `source`, the image as `read_image` returns it; read and decode its masks and further images."""
         index, name, decode_path, masks, size = image
         self.image.decode(source, decode_path, row)
-        found = self.image.upright
-        if size and [found.height, found.width] != size:
+        upright = self.image.upright
+        if size and [upright.height, upright.width] != size:
             problem = (
-                f"is {found.height}x{found.width}, but the survey found {size[0]}x{size[1]}, so its boxes or keypoints "
-                f"would be misplaced; restore it, then {RUN_AGAIN}, or {START_OVER}"
+                f"is {upright.height}x{upright.width}, but the survey found {size[0]}x{size[1]}, so its boxes or "
+                f"keypoints would be misplaced; restore it, then {RUN_AGAIN}, or {START_OVER}"
             )
             raise SourceError.at(name, problem, "resume=True", "overwrite=True")
         if not masks:
@@ -364,7 +364,7 @@ class SampleDecoder:
             with naming_mask(mask, kind):
                 further = read_image(reader, index, mask, field=number)
                 if isinstance(decoder, MaskDecoder):
-                    decoder.decode(further, self.image.upright, field_row)
+                    decoder.decode(further, upright, field_row)
                 else:
                     header = parse_jpeg(further) if isinstance(further, bytes) else None
                     decoder.decode(further, DecodePath.PILLOW if header is None else header.decode_path, field_row)
