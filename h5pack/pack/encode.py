@@ -36,7 +36,7 @@ from h5pack.pack.kept import ENCODED_IMAGE, EncodedPlaces, KeptPlan
 from h5pack.pack.options import refuse_reject
 from h5pack.pack.resume import UnfinishedPack
 from h5pack.pack.survey import SurveyTask, again_task, first_changed_of, memory_error
-from h5pack.pack.writer import Image, Images, join_groups, read_image, release, worker_for
+from h5pack.pack.writer import Image, Images, join_groups, read_image, release, require_surveyed_size, worker_for
 from h5pack.sources.reader import SourceReader
 from h5pack.system.files import write_all
 from h5pack.system.processes import run, shared
@@ -167,7 +167,7 @@ def _encode(
 
     If the image's file is copied later, when rows are written, the result has only the masks.
     """
-    index, name, decode_path, masks, _ = image
+    index, name, decode_path, masks, size = image
     found: list[tuple[int, bytes, int, int]] = []
     height, width = task.sizes[position]
     upright = Upright(height, width)
@@ -182,6 +182,7 @@ def _encode(
         else:
             data, height, width = worker.encoder.encode(source, decode_path)
             upright = worker.encoder.upright
+            require_surveyed_size(name, upright, size)
             found.append((-1, data, height, width))
     for number, (mask, decoder) in enumerate(zip(masks, worker.masks, strict=True)):
         with naming_mask(mask):

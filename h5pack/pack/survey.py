@@ -275,7 +275,9 @@ def with_placed_fields(catalog: Catalog, survey: Survey, options: ConvertOptions
     else:
         placement = Placement.shrunk(survey.heights, survey.widths, options.max_side)
     sizes = np.stack([survey.widths, survey.heights], axis=1).astype(np.float64)
-    surveyed = None if options.size is None else np.stack([survey.heights, survey.widths], axis=1)
+    # Without these options, all images must have the same size.
+    differ = options.size is not None or options.keep is not None
+    surveyed = np.stack([survey.heights, survey.widths], axis=1) if differ else None
     for name, rows in placed.items():
         if rows.kind == schema.BOXES:
             lengths = np.diff(rows.offsets)

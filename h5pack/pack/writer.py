@@ -24,7 +24,7 @@ from h5pack.format import schema
 from h5pack.format.checksums import crc32
 from h5pack.format.plans import DEFAULT_CHUNK_BYTES
 from h5pack.format.row_offsets import RowOffsets
-from h5pack.images.decode import Decoder, PixelOptions, strict_pillow
+from h5pack.images.decode import Decoder, PixelOptions, Upright, strict_pillow
 from h5pack.images.headers import DecodePath, parse_jpeg
 from h5pack.images.masks import MaskDecoder, naming_mask
 from h5pack.pack.direct_io import ContiguousRows, RowBuffer, RowFile
@@ -352,12 +352,7 @@ class SampleDecoder:
         index, name, decode_path, masks, size = image
         self.image.decode(source, decode_path, row)
         upright = self.image.upright
-        if size and [upright.height, upright.width] != size:
-            problem = (
-                f"is {upright.height}x{upright.width}, but the survey found {size[0]}x{size[1]}, so its boxes or "
-                f"keypoints would be misplaced; restore it, then {RUN_AGAIN}, or {START_OVER}"
-            )
-            raise SourceError.at(name, problem, "resume=True", "overwrite=True")
+        require_surveyed_size(name, upright, size)
         if not masks:
             return
         for number, (mask, (kind, decoder), field_row) in enumerate(zip(masks, self._fields, field_rows, strict=True)):
@@ -368,6 +363,16 @@ class SampleDecoder:
                 else:
                     header = parse_jpeg(further) if isinstance(further, bytes) else None
                     decoder.decode(further, DecodePath.PILLOW if header is None else header.decode_path, field_row)
+
+
+def require_surveyed_size(name: str, found: Upright, size: Sequence[int]) -> None:
+    """Raise SourceError if an image has another size than in `Images.sizes`."""
+    if size and [found.height, found.width] != size:
+        problem = (
+            f"is {found.height}x{found.width}, but the survey found {size[0]}x{size[1]}, so its boxes or keypoints "
+            f"would be misplaced; restore it, then {RUN_AGAIN}, or {START_OVER}"
+        )
+        raise SourceError.at(name, problem, "resume=True", "overwrite=True")
 
 
 def _fill(worker: _Worker, group: RowGroup, buffers: list[RowBuffer]) -> RowRecord:

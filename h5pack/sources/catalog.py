@@ -195,7 +195,7 @@ class Catalog:
     ignored: dict[str, int] = field(default_factory=dict)  # number of skipped files, folders or samples, by category
     notes: tuple[Note, ...] = ()
     # Height and width of the images that boxes and keypoints refer to, int32 (M, 2): according to COCO annotations, or
-    # 0 if unknown; after the survey, those that it found, or None if coordinates were not moved with resized images.
+    # 0 if unknown; after the survey, those that it found, or None if there are no coordinates or all sizes are equal.
     coordinate_sizes: npt.NDArray[np.int32] | None = None
     about: str = ""  # text that the plan shows after the kind, e.g. the datasets, columns or folders in use
 

@@ -175,6 +175,26 @@ def test_an_image_that_changes_its_size_after_the_survey_is_refused(tmp_path: Pa
         assert convert().images == 6
 
 
+def test_an_image_that_changes_its_size_before_it_is_encoded_is_refused(tmp_path: Path) -> None:
+    annotated_images(tmp_path / "in", 6)
+    changed = tmp_path / "in" / "004.jpg"
+    before = changed.read_bytes()
+
+    def convert(**keywords: Any) -> ConvertReport:
+        settings = {"keep": "jpeg", "max_side": 16, "path_column": "path", "overwrite": True, **keywords}
+        changed.write_bytes(before)
+        with Conversion(tmp_path / "in" / "list.jsonl", tmp_path / "o.h5", **quick(**settings)) as conversion:
+            conversion.plan()
+            with Image.open(changed) as image:
+                image.resize((image.width * 2, image.height)).save(changed)
+            return conversion.run()
+
+    with pytest.raises(SourceError) as caught:
+        convert(box_columns="boxes")
+    assert (caught.value.path, caught.value.parameters) == ("004.jpg", ("resume=True", "overwrite=True"))
+    assert convert().images == 6
+
+
 def test_boxes_outside_are_clipped_with_a_note(tmp_path: Path) -> None:
     records = annotated_images(tmp_path / "in", 6)
     records[1]["boxes"] = [[-3, 2, 50, 40], [2, 2, 4, 4], [100, 100, 120, 130]]
