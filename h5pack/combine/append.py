@@ -33,7 +33,7 @@ from h5pack.pack.options import OF_ROWS
 from h5pack.pack.output import ConvertReport, Output, OutputLock
 from h5pack.pack.plan import ConvertPlan
 from h5pack.read.hdf5 import encode_text, text
-from h5pack.sources.catalog import Catalog, Reject, one_split
+from h5pack.sources.catalog import NO_SPLITS, Catalog, Reject
 from h5pack.sources.map_style import MapStyleDataset
 from h5pack.system.files import require_replaceable
 from h5pack.system.parameters import flags, invalid, require_local
@@ -293,7 +293,7 @@ def _split_for(old: Part, new: Catalog, split: str | None) -> str | None:
     the only split of the pack; raise OptionsError if the pack has several splits.
     """
     names = new.split_names
-    if split is None and names == one_split(0)[0] and names[0] not in old.catalog.split_names:
+    if split is None and names == NO_SPLITS and names[0] not in old.catalog.split_names:
         if len(old.catalog.split_names) > 1:
             problem = (
                 f"has the splits {listed(old.catalog.split_names)}, but the new images have none; choose "

@@ -38,7 +38,7 @@ from h5pack.format.fields import FieldValues, RaggedRows, field_data, field_kind
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.plan import order_rows
 from h5pack.read.encoded import EncodedIndex
-from h5pack.sources.catalog import IMAGE_SUFFIXES, Catalog, NameTable, one_split
+from h5pack.sources.catalog import IMAGE_SUFFIXES, NO_SPLITS, Catalog, NameTable
 from h5pack.sources.folders import split_order
 from h5pack.sources.manifest import LABEL_COLUMNS
 from h5pack.sources.text_tables import is_number
@@ -176,7 +176,7 @@ def _make_distinct(
 
 def has_splits(catalog: Catalog) -> bool:
     """Return whether the source was divided into splits."""
-    return catalog.split_names != one_split(0)[0]
+    return catalog.split_names != NO_SPLITS
 
 
 def _class_folders(catalog: Catalog, rules: NameRules) -> tuple[dict[int, str], set[int], bool]:

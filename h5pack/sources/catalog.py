@@ -34,6 +34,7 @@ IMAGE_SUFFIXES = frozenset((
 ))  # fmt: skip
 """Files with these suffixes are treated as images. Their format is later detected from the content."""
 
+NO_SPLITS = ("all",)  # `split_names` of a source without splits
 _BLOCK_NAMES = 65_536
 
 
@@ -185,7 +186,7 @@ class Catalog:
     kind: str  # one of `h5pack.sources.detect.KINDS`, or "dataset"
     reader: SourceReader
     names: NameTable  # (M,), for image files: paths that `FileReader` opens, usually relative to its `root`
-    split_names: tuple[str, ...]  # at least one; ("all",) for a source without splits
+    split_names: tuple[str, ...]  # at least one; `NO_SPLITS` for a source without splits
     split_ids: npt.NDArray[np.int32]  # (M,), index into `split_names`
     labels: npt.NDArray[Any] | None = None  # int64 (M,), or uint8 (M, K) with K labels per image
     label_names: tuple[str, ...] | None = None  # names of the classes, or of the K columns
@@ -268,7 +269,7 @@ def unused_note(kind: str, names: Sequence[str], advice: str, *parameters: str) 
 
 def one_split(count: int) -> tuple[tuple[str, ...], npt.NDArray[np.int32]]:
     """Return the `split_names` and `split_ids` of a source without splits."""
-    return ("all",), np.zeros(count, np.int32)
+    return NO_SPLITS, np.zeros(count, np.int32)
 
 
 def split_ids(

@@ -19,7 +19,7 @@ from h5pack.errors import SourceError
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows
 from h5pack.images.decode import MAX_SIDE
-from h5pack.sources.catalog import Catalog, NameFilter, NameTable, Note, unused_note
+from h5pack.sources.catalog import NO_SPLITS, Catalog, NameFilter, NameTable, Note, unused_note
 from h5pack.sources.folders import is_split_name, split_order
 from h5pack.sources.reader import FileReader
 from h5pack.system.parameters import is_path
@@ -108,7 +108,7 @@ def coco(path: Path, wanted: NameFilter, root: str | None = None) -> Catalog:
         "coco",
         FileReader(base),
         NameTable.of(names),
-        splits if len(splits) > 1 or is_split_name(splits[0]) else ("all",),
+        splits if len(splits) > 1 or is_split_name(splits[0]) else NO_SPLITS,
         np.array([image.split for image in found.images], np.int32),
         labels=labels,
         label_names=label_names,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from h5pack.errors import OptionsError
 from h5pack.format.fields import FieldValues, RaggedRows
-from h5pack.sources.catalog import Catalog, one_split
+from h5pack.sources.catalog import NO_SPLITS, Catalog
 from h5pack.sources.folders import split_rank
 from h5pack.system.arrays import shuffled_split
 from h5pack.system.text import counted, listed
@@ -32,7 +32,7 @@ def training_split(source: str, catalog: Catalog, val: float) -> int:
     Raise OptionsError if there is not exactly one split for training, or if there already is one for validation.
     """
     names = catalog.split_names
-    if names == one_split(0)[0]:
+    if names == NO_SPLITS:
         return 0
     ranks = [split_rank(name) for name in names]
     training, validation = ([number for number, one in enumerate(ranks) if one == rank] for rank in (0, 1))
@@ -53,7 +53,7 @@ def training_split(source: str, catalog: Catalog, val: float) -> int:
 
 def divided_names(names: tuple[str, ...], training: int) -> tuple[str, ...]:
     """Return the names of all splits after the split with the index `training` was divided."""
-    first = "train" if names == one_split(0)[0] else names[training]
+    first = "train" if names == NO_SPLITS else names[training]
     return (*names[:training], first, _NAME, *names[training + 1 :])
 
 
