@@ -156,8 +156,7 @@ class ScatteredRows(RowBuffer):
 
     def __init__(self, file: RowFile, offsets: npt.NDArray[np.int64], row_bytes: int) -> None:
         self._direct = file.direct is not None and row_bytes >= _MIN_DIRECT_ROW_BYTES
-        # For a direct write, the data must begin at a page boundary both in memory and in the file. So each row has the
-        # same offset within a page in memory as in the file.
+        # As in `ContiguousRows`, each row has the same offset within a page in memory as in the file.
         stride = -(-(row_bytes + _PAGE) // _PAGE) * _PAGE if self._direct else row_bytes
         starts = np.arange(len(offsets)) * stride + (offsets % _PAGE if self._direct else 0)
         buffer = np.frombuffer(file.next_memory(len(offsets) * stride), np.uint8)

@@ -110,7 +110,7 @@ def read_labels(
     N is `rows`, unless the dataset has another length. If `or_field` is true, errors recommend to pack numbers that are
     not labels as a field.
     """
-    dataset = require_dataset(file, name, "labels=NAME")
+    dataset = require_dataset(file, name, _OTHER)
     values = _read_all(path, dataset, name)
     as_field = (f"fields={name!r}",) if or_field else ()
     if values.size == rows == max(values.shape, default=0):
