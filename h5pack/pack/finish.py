@@ -30,7 +30,7 @@ from h5pack.pack.output import Output, OutputLock
 from h5pack.pack.plan import ConvertPlan, RowOrder
 from h5pack.pack.resume import Unfinished, UnfinishedPack
 from h5pack.pack.statistics import pack_statistics
-from h5pack.pack.writer import Images, SampleDecoder, kept_bytes, read_image
+from h5pack.pack.writer import Images, SampleDecoder, read_image, read_kept
 from h5pack.read.hdf5 import chunk_table, encode_text, reopen_tuned, stored_options
 from h5pack.sources.catalog import Reject
 from h5pack.system.arrays import consecutive_runs
@@ -116,7 +116,7 @@ def _kept(pack: UnfinishedPack, row: int, size: int) -> bytes:
     """Return the bytes of a planned row, read again from the image's file or from the temporary files."""
     plan, index = pack.plan, int(pack.plan.row_order.origins[row])
     (encoded,) = plan.encoded_files(np.array([index]))
-    return kept_bytes(plan.catalog.reader, index, plan.catalog.names[index], size, encoded)
+    return read_kept(plan.catalog.reader, index, plan.catalog.names[index], size, encoded)
 
 
 def make_tables(pack: UnfinishedPack, written: RowRecord, final: RowOrder) -> PackTables:

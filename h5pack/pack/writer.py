@@ -451,7 +451,7 @@ def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
     checksums = np.zeros(len(group.rows), np.uint32)
     files = zip(group.images.indices, group.images.names, group.ends, group.encoded, strict=True)
     for position, (index, name, end, encoded) in enumerate(files):
-        data = kept_bytes(shared(), index, name, end - start, encoded)
+        data = read_kept(shared(), index, name, end - start, encoded)
         buffer.buffer[start:end] = np.frombuffer(data, np.uint8)
         checksums[position] = crc32(data)
         try:
@@ -465,7 +465,7 @@ def _copy(group: RowGroup, buffer: RowBuffer) -> RowRecord:
     return RowRecord.of(group.rows, np.ones(len(group.rows), np.bool_), checksums, sums, 3)
 
 
-def kept_bytes(reader: SourceReader, index: int, name: str, size: int, encoded: EncodedFile | None) -> bytes:
+def read_kept(reader: SourceReader, index: int, name: str, size: int, encoded: EncodedFile | None) -> bytes:
     """Return the `size` bytes at the location `encoded` of a temporary file; if it is None, those of the image's file.
 
     Raises SourceError if the image's file cannot be read or has another size, and the errors of `read_encoded`.

@@ -138,7 +138,7 @@ def test_killed_at_every_third_step(source: Path, whole: bytes, tmp_path: Path) 
 
 def test_killed_while_workers_copy(source: Path, whole: bytes, tmp_path: Path) -> None:
     out = tmp_path / "o.h5"
-    kill_while_held(source, out, options(), (writer, "kept_bytes"), 9)
+    kill_while_held(source, out, options(), (writer, "read_kept"), 9)
     assert h5pack.convert(source, out, **options(resume=True, num_workers=2)).resumed_rows > 0
     assert out.read_bytes() == whole
 
