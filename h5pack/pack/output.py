@@ -412,15 +412,12 @@ class OutputLock:
         name. The same holds for an owner that was silent, and then continues to move rows.
         """
         self.confirm()
-        self._new.unlink(missing_ok=True)
-        copy = _create(self._new, self._old_status())
-        try:
+        self.create(self._new)
+        with self._new.open("r+b") as copy:
             size = os.fstat(self.descriptor).st_size
-            os.ftruncate(copy, size)
-            copy_changed(self.descriptor, copy, 0, size)
-            os.fsync(copy)
-        finally:
-            os.close(copy)
+            os.ftruncate(copy.fileno(), size)
+            copy_changed(self.descriptor, copy.fileno(), 0, size)
+            os.fsync(copy.fileno())
         self.replace(self._new)
 
     def confirm(self) -> None:
