@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
@@ -107,11 +106,8 @@ def compress_rows(task: CompressTask) -> tuple[int, bytes]:
     """Read a chunk's rows back, check and compress them; return the number of rows and the compressed bytes."""
     chunk = np.zeros(task.shape, task.dtype)
     rows = chunk[: len(task.checksums)]
-    descriptor = os.open(task.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        data = read_all(descriptor, rows.nbytes, task.offset)
-    finally:
-        os.close(descriptor)
+    with open(task.path, "rb") as stream:
+        data = read_all(stream.fileno(), rows.nbytes, task.offset)
     rows.reshape(-1).view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
     if not np.array_equal(row_checksums(rows), task.checksums):
         problem = (

@@ -211,19 +211,16 @@ def table_bytes(tables: PackTables) -> int:
 
 def copy_structure(path: Path, target: int, addresses: Addresses, structure: FileStructure) -> None:
     """Copy the file that `write_structure` wrote, except its chunks, to descriptor `target`; then delete the file."""
-    source = os.open(path, os.O_RDONLY)
     sizes = np.repeat(structure.all_chunk_bytes, [len(some) for some in addresses])
     starts = np.concatenate(addresses)
     order = np.argsort(starts)
-    try:
+    with path.open("rb") as stream:
+        source, position = stream.fileno(), 0
         size = os.fstat(source).st_size
-        position = 0
         for start, length in zip([*starts[order].tolist(), size], [*sizes[order].tolist(), 0], strict=True):
             copy_changed(source, target, position, start)
             position = start + length
         os.ftruncate(target, size)
-    finally:
-        os.close(source)
     path.unlink()
 
 
