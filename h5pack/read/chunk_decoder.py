@@ -243,8 +243,6 @@ class ChunkDecoder:
 class DecodedDataset:
     """All rows of a dataset that is not virtual, decoded and in one array in memory, so that one call copies a batch.
 
-    The method `ready` moves chunks from the cache to the array.
-
     Attributes
     ----------
     array : ndarray

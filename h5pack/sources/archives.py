@@ -79,8 +79,7 @@ _ZIP_STORINGS = {zipfile.ZIP_STORED: Storing.ZIP_STORED, zipfile.ZIP_DEFLATED: S
 class ArchiveFile:
     """A file of many images, such as an archive, that several processes read by offset.
 
-    A compressed archive is read from a decompressed copy. For other files, `read` raises SourceError if the file at
-    `path` was replaced, rewritten or removed since this object was created.
+    A compressed archive is read from a decompressed copy. Other files must not change: see `require_unchanged`.
     """
 
     def __init__(self, path: str) -> None:

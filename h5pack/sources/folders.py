@@ -78,10 +78,8 @@ class Listing:
 def walk(root: str, wanted: NameFilter, top: str = "") -> Listing:
     """Find all files that the filter `wanted` selects in the folder `top` of `root` and its visible subfolders.
 
-    The order does not depend on the file system. Links to files and folders are followed, but not a link that leads
-    back to a folder above it.
-    Raise SourceError if a folder or link cannot be read and is not excluded, or if links lead to a folder on too many
-    paths.
+    The order does not depend on the file system. Links are followed, except to a folder above the link. Raise
+    SourceError if a folder or link cannot be read and is not excluded, or if links lead to a folder on too many paths.
     """
     found = Listing(root)
     stack: list[tuple[str, frozenset[tuple[int, int]]]] = [(top, frozenset())]

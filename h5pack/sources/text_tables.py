@@ -219,9 +219,8 @@ def _floats(table: TextTable, column: str, cells: list[str]) -> npt.NDArray[np.f
 def binary_table(table: TextTable, columns: Sequence[str], advice: str = "") -> npt.NDArray[np.uint8]:
     """Return columns of integers in 0..255 as uint8 (N, K). In a column of only -1 and 1, as in CelebA, -1 becomes 0.
 
-    Integers may be written as pandas writes them: 1.0 instead of 1, or True and False instead of 1 and 0.
-    Raise SourceError for other values. Its message ends with `advice`, which names `text_columns` and `field_columns`;
-    by default, it advises to correct the column.
+    Integers may be written as pandas writes them: 1.0 for 1, or True and False for 1 and 0. Raise SourceError for other
+    values. Its message ends with `advice`, which names `text_columns` and `field_columns`; default: correct the column.
     """
     result = np.empty((len(table.column(columns[0])), len(columns)), np.uint8)
     for position, column in enumerate(columns):
