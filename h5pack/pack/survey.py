@@ -190,7 +190,7 @@ def survey(
     # Survey rejected images again: they may have been repaired since, or their disk may have been mounted.
     rejected = sorted(result.reasons)
     result.reasons.clear()
-    again = {rejected[share.start]: rejected[share] for share in shares(len(rejected))}
+    again = {rejected[share.start]: rejected[share] for share in shares(len(rejected))}  # tasks by their first image
     rest = (list(range(count)[share]) for share in shares(count) if share.start not in done)
     tasks = (_task(catalog, options, block) for block in itertools.chain(rest, again.values()))
     for start, part, found in run(executor, _survey, tasks, max_in_flight, resumable=journal is not None):
