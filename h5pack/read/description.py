@@ -154,7 +154,7 @@ def _describe(
         splits=_splits(file, rows, images),
         mean=_statistic(file, "mean"),
         std=_statistic(file, "std"),
-        statistics_rows=int(file[schema.STATISTICS].attrs.get("rows", 0)) if schema.STATISTICS in file else 0,
+        statistics_rows=int(attribute(file[schema.STATISTICS], "rows", 0)) if schema.STATISTICS in file else 0,
         files=((file.filename, 0),),
         ragged=ragged,
         kinds={name: text(kind) for name in fields if (kind := attribute(file[name], schema.KIND)) is not None},
@@ -302,5 +302,5 @@ def _are_rows(part: RowNumbers, rows: int) -> bool:
 
 
 def _statistic(file: h5py.File, name: str) -> npt.NDArray[np.float64] | None:
-    item = file.get(f"{schema.STATISTICS}/{name}")
+    item = find_item(file, f"{schema.STATISTICS}/{name}")
     return None if not isinstance(item, h5py.Dataset) or item.ndim != 1 else np.asarray(item[()], np.float64)

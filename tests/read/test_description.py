@@ -262,9 +262,9 @@ def test_paths_that_are_not_hdf5_files_are_refused(tmp_path: Path) -> None:
             describe_file(tmp_path / name)
 
 
-@pytest.mark.parametrize("name", ["labels", "checksums/images"])
+@pytest.mark.parametrize("name", ["labels", "checksums/images", "statistics/mean", "statistics/std"])
 def test_a_damaged_dataset_is_an_error_not_missing(copy: Path, name: str) -> None:
-    """If it counted as missing, labels or checksums would silently be left out."""
+    """If it counted as missing, labels, checksums or statistics would silently be left out."""
     with h5py.File(copy) as file:
         header = h5py.h5o.get_info(file[name].id).addr
     flip(copy, header + 12, 1)
