@@ -281,7 +281,7 @@ def _fuel_splits(file: h5py.File, images: str) -> tuple[list[str], list[RowNumbe
 
     Return two empty lists if the file has no such attribute.
     """
-    table = np.atleast_1d(file.attrs.get("split", 0))
+    table = np.atleast_1d(attribute(file, "split", 0))
     if not {"split", "source", "start", "stop", "indices"} <= {*(table.dtype.names or ())}:
         return [], []
     listed = [entry for entry in table if text(entry["source"]) == images]

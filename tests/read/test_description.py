@@ -163,6 +163,18 @@ def test_splits_of_fuel_are_read(foreign: Path) -> None:
     assert np.asarray(found["odd"]).tolist() == [5, 1]
 
 
+def test_damaged_splits_of_fuel_are_an_error_not_missing(tmp_path: Path) -> None:
+    path = tmp_path / "f.h5"
+    with h5py.File(path, "w", libver="latest") as file:
+        file["images"] = IMAGES
+        # HDF5 finds an attribute of over 64 KiB by a B-tree, whose nodes have checksums.
+        fuel_splits([("train", "images", 0, 3), *[("other", "labels", 0, 1)] * 2_000])(file)
+    assert describe_file(path).splits == {"train": range(3)}
+    flip(path, path.read_bytes().index(b"BTLF") + 9, 1)
+    with pytest.raises(PackFormatError, match="damaged"):
+        describe_file(path)
+
+
 def nothing(file: h5py.File) -> None:
     """Leave the file as it is."""
 
