@@ -120,7 +120,12 @@ class ReusableThread(threading.Thread):
         super().__init__(name=IDLE, daemon=True)
         self._idle = idle
         self._calls: queue.SimpleQueue[tuple[Callable[[], object], Ended] | None] = queue.SimpleQueue()
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            # An interrupt may come after the thread has started, which then nothing else would end.
+            self.end()
+            raise
 
     def begin(self, name: str, target: Callable[[], object]) -> Ended:
         """Start to run `target`, and give the thread the name `name`. Return an `Ended` that is set after `target`."""
@@ -161,6 +166,9 @@ class IdleThreads:
         try:
             return ReusableThread(self)
         except RuntimeError as error:
+            if isinstance(error.__context__, KeyboardInterrupt):
+                # The interrupt came while `start` waited for a lock, and releasing that lock failed.
+                raise error.__context__ from None
             problem = f"a thread cannot be started ({error}); free memory, or raise the limit of 'ulimit -u'"
             raise LoaderError(problem) from error
 
@@ -190,11 +198,17 @@ class BackgroundThreads:
         self.consumer: int | None = None  # identifier of the thread that is inside ``next``
         self._ended: list[Ended] = []
 
-    def start(self, idle: IdleThreads | None = None, **targets: Callable[[], object]) -> None:
+    def start(self, owner: object, idle: IdleThreads | None = None, **targets: Callable[[], object]) -> None:
         """Run each keyword argument in a thread: ``read_0=f`` calls `f` in a thread named "h5pack-read-0".
+
+        When `owner` is garbage-collected, `finalizer` stops the threads. They must not reference `owner`, which would
+        otherwise never be garbage-collected while they run.
 
         The threads come from `idle` and return there. If `idle` is None, new threads are started, and end afterwards.
         """
+        # Before the threads start: after an interrupt in between, nothing would stop them.
+        self.finalizer = weakref.finalize(owner, self.stop)
+        self.finalizer.atexit = False
         _live.add(self)
         source = IdleThreads() if idle is None else idle
         try:
@@ -225,15 +239,6 @@ class BackgroundThreads:
         if self.process == os.getpid() and not inside:
             for ended in self._ended:
                 ended.wait()
-
-    def stop_with(self, owner: object) -> weakref.finalize[..., object]:
-        """Stop the threads when `owner` is garbage-collected. Return the finalizer.
-
-        The threads must not reference `owner`, which would otherwise never be garbage-collected while they run.
-        """
-        finalizer = weakref.finalize(owner, self.stop)
-        finalizer.atexit = False
-        return finalizer
 
     def require_own_process(self, loader: str = "loader") -> None:
         """Raise a LoaderError in a forked child process, because a fork does not copy the threads."""

@@ -39,10 +39,10 @@ class LoaderIterator(BatchIterator):
     """Iterator over one epoch. Its threads stop after the last batch, or when it is closed or garbage-collected.
 
     `cursor` says at which batch to start and counts the delivered batches; `end` is the epoch's number of batches.
-    `start` starts the threads that read.
+    ``start(iteration, owner)`` starts the threads that read.
     """
 
-    def __init__(self, cursor: EpochCursor, end: int, start: Callable[[IterationState], Pipeline]) -> None:
+    def __init__(self, cursor: EpochCursor, end: int, start: Callable[[IterationState, object], Pipeline]) -> None:
         super().__init__()
         self._cursor = cursor
         self._iteration = iteration = cursor.begin()
@@ -51,12 +51,11 @@ class LoaderIterator(BatchIterator):
         self._pipeline: Pipeline | None = None
         if self._following < self._end:
             try:
-                self._pipeline = start(iteration)
+                # The threads do not reference this iterator. So if the user drops it, its finalizer stops the threads.
+                self._pipeline = start(iteration, self)
             except BaseException:
                 cursor.cancel()
                 raise
-            # The threads do not reference this iterator. So if the user drops it, its finalizer stops the threads.
-            self._finalizer = self._pipeline.stop_with(self)
 
     def __len__(self) -> int:
         """Return the number of batches left."""
@@ -104,7 +103,7 @@ class LoaderIterator(BatchIterator):
         if pipeline is not None:
             # Detach the finalizer: it references the pipeline, so the pipeline's memory would be kept until the
             # user drops this iterator.
-            self._finalizer.detach()
+            pipeline.finalizer.detach()
             pipeline.join()
 
     def _finish(self) -> None:
@@ -411,7 +410,7 @@ class H5Loader(Closeable, Resumable):
         self._end_idle_threads()
         self._reset()
 
-    def _start(self, iteration: IterationState) -> Pipeline:
+    def _start(self, iteration: IterationState, owner: object) -> Pipeline:
         keys, held = partial(draw_key, self.plan, iteration.epoch), self._held or {}
         return Pipeline(
             GroupReader(self._base, self._pool.fields, held, keys, keep=self._keeps_decoded),
@@ -427,6 +426,7 @@ class H5Loader(Closeable, Resumable):
             cpus=self._cpus,
             # The consumer's thread may have modes, such as autocast, that would change what a transform returns.
             can_help=not self._transforms,
+            owner=owner,
             idle=self._idle,
         )
 

@@ -81,7 +81,7 @@ class Pipeline(BackgroundThreads):
     """The threads and batches of one epoch, starting with batch `first`; `groups` are its chunk groups from there on.
 
     At most `credits` batches have memory but are not delivered yet. `finish` receives the number and the memory of each
-    complete batch, and returns the batch that the consumer gets. The threads come from `idle`, as in
+    complete batch, and returns the batch that the consumer gets. `owner` and `idle` are those of
     `BackgroundThreads.start`.
 
     For cached groups, a task copies up to `block_rows` rows. With a single stream and lane, while such groups are
@@ -105,6 +105,7 @@ class Pipeline(BackgroundThreads):
         block_rows: int,
         cpus: int,
         can_help: bool,
+        owner: object,
         idle: IdleThreads | None,
     ) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class Pipeline(BackgroundThreads):
             # the lock is held.
             pool.prepare()
         readers = {f"read_{number}": partial(self._guarded, self._work) for number in range(num_threads)}
-        self.start(idle, **readers, plan=partial(self._guarded, self._plan_ahead))
+        self.start(owner, idle, **readers, plan=partial(self._guarded, self._plan_ahead))
 
     # Methods that the consumer's thread calls.
 

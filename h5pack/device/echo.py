@@ -284,8 +284,7 @@ class _AdaptiveEcho(_EchoIterator):
     def __init__(self, loader: EchoLoader, fetcher: BatchFetcher, cursor: DeliveryCursor, max_showings: int) -> None:
         super().__init__(loader, fetcher, cursor, max_showings)
         self._clock = _FetchClock(first_attribute(layers_of(loader), "device"))
-        self.thread = PrefetchThread(fetcher, self._clock.enter, self._clock.prepare, 1)
-        self.thread.stop_with(self)
+        self.thread = PrefetchThread(fetcher, self._clock.enter, self._clock.prepare, 1, owner=self)
         self._delivered_at = 0.0
         self._step_seconds = 0.0
 

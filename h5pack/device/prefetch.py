@@ -36,11 +36,16 @@ class PrefetchThread(BackgroundThreads):
 
     It fetches `credits` batches at first, and then one more for each call of `release`. It calls `enter` before the
     first fetch. It calls `prepare` with each batch, and queues the result. After the last batch, it queues the
-    exception that ended the iteration: StopIteration if nothing failed.
+    exception that ended the iteration: StopIteration if nothing failed. It stops when `owner` is garbage-collected.
     """
 
     def __init__(
-        self, fetcher: BatchFetcher, enter: Callable[[], None], prepare: Callable[[FetchedBatch], Any], credits: int
+        self,
+        fetcher: BatchFetcher,
+        enter: Callable[[], None],
+        prepare: Callable[[FetchedBatch], Any],
+        credits: int,
+        owner: object,
     ) -> None:
         super().__init__()
         self.stopping = False
@@ -49,7 +54,7 @@ class PrefetchThread(BackgroundThreads):
         self._batches: queue.SimpleQueue[Any] = queue.SimpleQueue()
         for _ in range(credits):
             self._credits.put(None)
-        self.start(feed=self._run)
+        self.start(owner, feed=self._run)
 
     def get(self, *, seconds: float | None) -> Any:
         """Return the next batch or the final exception; None if neither comes within `seconds`.
@@ -108,13 +113,12 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
     """
 
     def __init__(self, fetcher: BatchFetcher, copier: DeviceCopier, prefetch_factor: int) -> None:
-        self.thread = PrefetchThread(fetcher, copier.enter, copier.copy, prefetch_factor)
+        self.thread = PrefetchThread(fetcher, copier.enter, copier.copy, prefetch_factor, owner=self)
         self._copier, self._prefetch_factor = copier, prefetch_factor
         self._launched: deque[QueuedBatch] = deque()
         self._consumed: Any = None
         self._delivered = False
         self._end: BaseException | None = None
-        self._finalizer = self.thread.stop_with(self)
 
     def __next__(self) -> FetchedBatch:
         # Call n delivers batch n. Call n - 1 recorded the event `_consumed`, which follows the step of batch n - 2. By
@@ -140,7 +144,7 @@ class DevicePrefetcher(Iterator[FetchedBatch]):
         self._launched.clear()
         self._copier.join_streams()
         self.thread.stop()
-        self._finalizer.detach()
+        self.thread.finalizer.detach()
 
     def _launch_one(self) -> bool:
         """Queue the next batch's transform, or record the end of the batches, and return True.

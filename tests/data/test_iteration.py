@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -199,6 +201,53 @@ def test_threads_stop_before_an_interrupt_can_keep_them(tmp_path: Path, monkeypa
         with pytest.raises(KeyboardInterrupt):
             iterator.close()  # type: ignore[attr-defined]
     loader.close()
+
+
+def test_an_interrupt_while_a_thread_starts_stays_an_interrupt_and_ends_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`threading.Condition` fails to release a lock if the interrupt came before it had the lock again."""
+    start, taken = ReusableThread.start, []
+
+    def interrupted(self: ReusableThread) -> None:
+        start(self)
+        taken.append(self)
+        try:
+            raise KeyboardInterrupt
+        finally:
+            threading.Lock().release()
+
+    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5")), 4, num_threads=2)
+    with monkeypatch.context() as context:
+        context.setattr(ReusableThread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iter(loader)
+    (thread,) = taken
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert len(list(loader)) == len(loader)
+    assert loader.epoch == 0
+
+
+@pytest.mark.parametrize(
+    "wrapper", [lambda loader: loader, partial(h5pack.EchoLoader, factor="auto")], ids=["alone", "echo"]
+)
+def test_threads_end_if_an_interrupt_comes_when_they_have_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapper: Any
+) -> None:
+    start = BackgroundThreads.start
+
+    def interrupted(self: BackgroundThreads, *arguments: Any, **targets: Any) -> None:
+        start(self, *arguments, **targets)
+        raise KeyboardInterrupt
+
+    dataset = h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5", rows=4_000))
+    loader = wrapper(h5pack.H5Loader(dataset, 4, num_threads=2, window=1, prefetch_factor=1))
+    with monkeypatch.context() as context:
+        context.setattr(BackgroundThreads, "start", interrupted)
+        with contextlib.suppress(KeyboardInterrupt):
+            iter(loader)
+    assert packs.threads_end(), packs.loader_threads()
 
 
 def test_an_interrupt_does_not_keep_torch_serial() -> None:

@@ -52,6 +52,7 @@ def begin(dataset: h5pack.H5Dataset, plan: OrderPlan, threads: int = 2, first: i
     pool.blocks = BufferPool(fields, 2 * plan.batch_size, pinned=False, keep=2)
     usual: dict[str, Any] = {"num_threads": threads, "credits": plan.max_group_batches + 1, "finish": contents}
     usual |= {"block_rows": pool.blocks.batch_rows, "cpus": 2, "can_help": True, "max_gathered": 2, "idle": None}
+    usual["owner"] = dataset  # which outlives the pipeline
     settings = {**usual, **settings}
     reader = GroupReader(dataset, pool.fields, settings.pop("held", {}), lambda *_: NO_KEY, keep=False)
     return Pipeline(reader, plan, EpochGroups(plan, 576).of(1, first), first, pool, **settings)
