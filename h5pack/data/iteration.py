@@ -152,9 +152,14 @@ class ReusableThread(threading.Thread):
 
 
 class IdleThreads:
-    """Threads that wait for the next epoch of a loader, because starting threads takes longer than a small batch."""
+    """Threads that wait for the next epoch of a loader, because starting threads takes longer than a small batch.
 
-    def __init__(self) -> None:
+    At most `keep` threads wait. There would be more after iterations that overlapped: an iteration that was left early
+    has threads that are still busy when the next one begins.
+    """
+
+    def __init__(self, keep: int = 0) -> None:
+        self._keep = keep
         self._threads: deque[ReusableThread] = deque()
         self._closed = False
         _idle.add(self)
@@ -173,7 +178,10 @@ class IdleThreads:
             raise LoaderError(problem) from error
 
     def add(self, thread: ReusableThread) -> None:
-        """Keep a thread whose function has ended. After `close`, end it instead."""
+        """Keep a thread whose function has ended. After `close`, or if enough threads are kept, end it instead."""
+        if len(self._threads) >= self._keep:
+            thread.end()
+            return
         self._threads.append(thread)
         if self._closed:
             self.close()
@@ -220,9 +228,6 @@ class BackgroundThreads:
             # Stop the threads that are running already, because the caller cannot.
             self.stop()
             raise
-        finally:
-            if idle is None:
-                source.close()
 
     def stop(self) -> None:
         """Make the threads end after their current task. The garbage collector may call this, so it takes no lock."""

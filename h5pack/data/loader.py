@@ -335,7 +335,7 @@ class H5Loader(Closeable, Resumable):
         self._held: dict[str, HeldRows] | None = None
         self._held_lists: dict[str, RaggedRows] = {}
         self._iterators: weakref.WeakSet[LoaderIterator] = weakref.WeakSet()
-        self._idle = IdleThreads()
+        self._idle = IdleThreads(self.num_threads + 1)  # those that read, and one that plans
         self._end_idle_threads = weakref.finalize(self, self._idle.close)
         self._end_idle_threads.atexit = False
 

@@ -429,6 +429,29 @@ def test_the_threads_of_an_epoch_are_those_of_the_one_before(dataset: h5pack.H5D
     assert require_end(idle_threads() - before)
 
 
+def test_iterations_that_overlap_leave_the_threads_of_one(dataset: h5pack.H5Dataset) -> None:
+    gc.collect()
+    before = idle_threads()
+    both, go_on = threading.Barrier(2 * 2 + 1), threading.Event()
+
+    def waits(images: torch.Tensor) -> torch.Tensor:
+        if not go_on.is_set():
+            both.wait(30)
+            go_on.wait(30)
+        return images
+
+    loader = loader_of(dataset, num_threads=2, transform=waits)
+    left = [iter(loader), iter(loader)]
+    both.wait(30)
+    left.clear()
+    go_on.set()
+    assert threads_end()
+    deadline = time.monotonic() + 30
+    while len(idle_threads() - before) > 3 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert len(idle_threads() - before) == 3
+
+
 def require_end(threads: set[threading.Thread]) -> bool:
     """Whether all these threads end soon."""
     for thread in threads:
