@@ -328,6 +328,8 @@ class Manifest:
             for parameter in (_LABELS, *dict.fromkeys(kind.parameter for kind in schema.KINDS.values())):
                 named = [column.name for column in self.columns if column.parameter == parameter]
                 words += [f"--{parameter.replace('_', '-')}", ",".join(named)] if named else []
+            if (np.diff(source.catalog.split_ids) < 0).any():
+                lost = (*lost, "the order of rows, because convert stores the rows of each split together")
         form = source.reader.form
         if form is not None and form.channels(source.reader.index.row_shape) in (1, 2):
             words += ["--mode", "gray"]

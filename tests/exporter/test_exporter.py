@@ -239,6 +239,23 @@ def test_the_report_lists_what_a_conversion_would_lose(tmp_path: Path, monkeypat
         assert what in item
 
 
+def test_a_split_in_several_ranges_of_rows_loses_the_order_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    splits = {"a": ("train", "val"), "b": ("train", "val"), "c": ("val", "val")}
+    for name, some in splits.items():
+        for number, split in enumerate(some):
+            (tmp_path / name / split).mkdir(parents=True, exist_ok=True)
+            save(tmp_path / name / split / f"{name}{number}.png", 9 * ord(name) + number)
+    h5pack.convert(tmp_path / "a", tmp_path / "p.h5", **quick(source_kind="splits"))
+    for name, several in (("c", False), ("b", True)):  # c only lengthens the last range
+        h5pack.append(tmp_path / "p.h5", tmp_path / name, **quick(source_kind="splits"))
+        report = export(tmp_path / "p.h5", tmp_path / f"out {name}", **quick())
+        before, after = content(tmp_path / "p.h5"), content(pack_again(report, tmp_path, monkeypatch, "--overwrite"))
+        assert np.array_equal(after["images"], before["images"]) == (not several)
+        assert ["order of rows" in item for item in report.lost] == [True] * several
+
+
 def test_changes_of_dtypes_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = [
         np.arange(4, dtype=np.int64), np.arange(4) / 8, np.arange(4, dtype=np.uint64) + 2**63, np.arange(4) > 1,
