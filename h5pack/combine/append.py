@@ -20,6 +20,7 @@ from h5pack.combine.parts import (
     added_statistics,
     fitted,
     label_kind,
+    measured_statistics,
     merge,
     merge_classes,
     open_part,
@@ -310,7 +311,11 @@ def _with_split(old: Part, new: Part, split: str | None) -> Part:
     if split is None:
         return new
     catalog = replace(new.catalog, split_names=(split,), split_ids=np.zeros(len(new), np.int32))
-    return replace(new, catalog=catalog, statistics={**new.statistics, "split": split})
+    statistics = {**new.statistics, "split": split}
+    if len(new.catalog.split_names) > 1:
+        # The pack of the new images has statistics of one of the source's splits only.
+        statistics = measured_statistics(new, catalog, np.arange(len(new)))
+    return replace(new, catalog=catalog, statistics=statistics)
 
 
 def _with_latest_rejects(merged: Catalog, new: Part) -> Catalog:

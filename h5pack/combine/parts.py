@@ -473,7 +473,7 @@ def _sums(statistics: dict[str, Any]) -> npt.NDArray[np.uint64]:
 
 
 def measured_statistics(part: Part, merged: Catalog, order: Rows) -> dict[str, Any]:
-    """Return the statistics of the rows `order` of a pack, computed from the rows that `convert` would sample."""
+    """Return `Part.statistics` of the rows `order` of a pack, computed from the rows that `convert` would sample."""
     number = schema.statistics_split(merged.split_names)
     own = order[merged.split_ids[order] == number]
     rows = own[sampled_rows(0, len(own), part.is_encoded)]
@@ -482,7 +482,7 @@ def measured_statistics(part: Part, merged: Catalog, order: Rows) -> dict[str, A
         for sums, size in _row_sums(part, rows[low : low + _READ_ROWS]):
             total, count, pixels = total + sums, count + 1, pixels + size
     step = schema.statistics_step(len(own), part.is_encoded)
-    return statistics_of(total, pixels, count, step, merged.split_names[number])
+    return {**statistics_of(total, pixels, count, step, merged.split_names[number]), "pixels": pixels}
 
 
 def _row_sums(part: Part, rows: Rows) -> list[tuple[npt.NDArray[np.uint64], int]]:

@@ -66,6 +66,18 @@ def test_a_pack_grows(tmp_path: Path, kind: str) -> None:
     assert leftovers(tmp_path) == {"a", "b", "c", "a.h5", "a.h5.rejects.csv"}
 
 
+@pytest.mark.parametrize("keep", [None, "jpeg"])
+def test_statistics_count_images_of_all_splits_that_become_one(tmp_path: Path, keep: str | None) -> None:
+    path, more = tmp_path / "a.h5", split_folders(tmp_path / "b", {"train": {"x": 3}, "val": {"x": 4}})
+    h5pack.convert(split_folders(tmp_path / "a", {"train": {"y": 2}}), path, **quick(source_kind="splits", keep=keep))
+    h5pack.append(path, more, split="train", source_kind="splits", num_workers=1)
+    rows = np.concatenate([sample.image.numpy().reshape(-1, 3) for sample in h5pack.H5Dataset(path, "train")])
+    with h5py.File(path) as file:
+        assert dict(file["statistics"].attrs) == {"split": b"train", "rows": 9, "step": 1}
+        np.testing.assert_allclose(file["statistics/mean"][()], rows.mean(0) / 255, rtol=1e-12)
+        np.testing.assert_allclose(file["statistics/std"][()], rows.std(0) / 255, rtol=1e-12)
+
+
 def test_images_without_a_label_are_noted(tmp_path: Path) -> None:
     path = pack(tmp_path, "a", 4, ["cat", "dog"])
     more = source(tmp_path / "b", "b", 6, ["dog"])
