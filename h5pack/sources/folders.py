@@ -424,27 +424,37 @@ def _inferred(found: Listing) -> Catalog:
     return catalog
 
 
-def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
+def mask_beside_image(found: Listing, *, are_pairs: bool = False) -> tuple[str, str, str] | None:
     """Return the path of an image, the path of its mask in the same folder, and the ending of the mask's name; or None.
 
     The ending is the word that follows the name of the image, such as "_mask". It is ".png" if a folder has at least
-    three files, and they look like pairs of a JPEG image and a PNG mask of the same name. Only the first files of the
-    first folders are compared.
+    three files, and they look like pairs of a JPEG image and a PNG mask of the same name. With `are_pairs`, one such
+    pair suffices, because some images may lack a mask. Only the first files of the first folders are compared.
     """
     for folder in found.order[:_PROBED_FOLDERS]:
         files = found.folders[folder][:_PROBED_LENGTH].split("\0")
         names = {os.path.splitext(name)[0]: name for name in files}
-        stem = os.path.splitext(files[0])[0]
-        first = {os.path.splitext(name)[1].lower(): name for name in files[:2] if os.path.splitext(name)[0] == stem}
-        image, mask = first.get(".jpg") or first.get(".jpeg"), first.get(".png")
+        pairs = list(map(_jpeg_and_png, files, files[1:]))
         # An image and its mask share a stem. The last name may be cut off, so it may have a stem of its own.
-        if image and mask and len(files) > 2 and 2 * len(names) <= len(files) + 1:
+        pair = pairs[0] if len(files) > 2 and 2 * len(names) <= len(files) + 1 else None
+        if pair is None:
+            for stem, name in names.items():
+                match = re.fullmatch("(.+)([_-]([A-Za-z]+))", stem)
+                if match is not None and match[1] in names and match[3].lower() in TARGET_FOLDERS:
+                    return os.path.join(folder, names[match[1]]), os.path.join(folder, name), match[2]
+            pair = next(filter(None, pairs), None) if are_pairs else None
+        if pair is not None:
+            image, mask = pair
             return os.path.join(folder, image), os.path.join(folder, mask), mask[-4:]
-        for stem, name in names.items():
-            match = re.fullmatch("(.+)([_-]([A-Za-z]+))", stem)
-            if match is not None and match[1] in names and match[3].lower() in TARGET_FOLDERS:
-                return os.path.join(folder, names[match[1]]), os.path.join(folder, name), match[2]
     return None
+
+
+def _jpeg_and_png(one: str, other: str) -> tuple[str, str] | None:
+    """Return the two names, that of the JPEG file first, if they are a JPEG and a PNG file of the same stem."""
+    (stem, suffix), (other_stem, other_suffix) = map(os.path.splitext, (one, other))
+    names = {suffix.lower(): one, other_suffix.lower(): other}
+    image, mask = names.get(".jpg") or names.get(".jpeg"), names.get(".png")
+    return (image, mask) if stem == other_stem and image and mask else None
 
 
 def _by_names(found: Listing) -> Catalog:

@@ -142,6 +142,21 @@ def test_masks_beside_images_of_the_same_names(tmp_path: Path, ending: str) -> N
     assert [*catalog.pixel_fields[0].files] == [f"{number}{ending}" for number in range(3)]
 
 
+@pytest.mark.parametrize("missing", [[0], [3, 5], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4]])
+def test_images_without_a_mask_beside_others_with_one_are_rejected(tmp_path: Path, missing: list[int]) -> None:
+    names = [f"{number}.png" for number in range(6) if number not in missing]
+    touch(tmp_path, *names, *(f"{number}.jpg" for number in range(6)))
+    catalog = open_source(tmp_path, SourceOptions("pairs"))
+    assert [*catalog.pixel_fields[0].files] == names
+    assert [reject.name for reject in catalog.rejects] == [f"{number}.jpg" for number in missing]
+
+
+def test_masks_that_a_word_marks_precede_those_of_the_same_name(tmp_path: Path) -> None:
+    touch(tmp_path, "a.jpg", "a_mask.png", "b.jpg", "b_mask.png", "c.jpg", "c.png", "c_mask.png")
+    catalog = open_source(tmp_path, SourceOptions("pairs"))
+    assert [*catalog.pixel_fields[0].files] == ["a_mask.png", "b_mask.png", "c_mask.png", "c_mask.png"]
+
+
 def test_the_first_image_and_the_first_mask_must_have_one_name(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", *(f"{name}{suffix}" for name in "bcd" for suffix in (".jpg", ".png")))
     assert len(open_source(tmp_path, SourceOptions())) == 7
