@@ -19,7 +19,7 @@ import numpy.typing as npt
 from h5pack.errors import PackFormatError, SourceError
 from h5pack.format import schema
 from h5pack.format.checksums import crc32
-from h5pack.format.fields import FieldValues, RaggedRows, field_data, field_kind
+from h5pack.format.fields import FieldValues, RaggedRows, as_ragged, field_data, field_kind
 from h5pack.pack.options import LAYOUTS
 from h5pack.pack.statistics import channel_sums, encoded_sums, sampled_rows, statistics_of
 from h5pack.read.chunk_index import ChunkIndex
@@ -279,16 +279,15 @@ def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
     """Return the catalogs with the values of each field in one dtype if no number changes.
 
     The dtype is that of a model: the field's values in one of the catalogs. The model is the first with entries and
-    class names, else the first with entries, else the first with class names, else the first of all. Ragged rows
-    without entries also get the shape of an entry from the model. If the model has class names, ragged rows without
-    entries become rows of class numbers.
+    class names, else the first with entries, else the first with class names, else the first of all. `_as_model` says
+    what else is taken from it.
     """
     fields = [dict(catalog.fields) for catalog in catalogs]
     for name in fields[0]:
         columns = [found[name] for found in fields if name in found]
         model = max(columns, key=lambda values: (len(field_data(values)) > 0, _has_classes(values)))
         for found in fields:
-            if name in found and field_kind(found[name]) == field_kind(model):
+            if name in found:
                 found[name] = _as_model(found[name], model)
     return [replace(catalog, fields=found) for catalog, found in zip(catalogs, fields, strict=True)]
 
@@ -296,9 +295,12 @@ def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
 def _as_model(values: FieldValues, model: FieldValues) -> FieldValues:
     """Return `values` in the dtype of `model` if no number changes, else unchanged.
 
-    Ragged rows without entries also get the shape of an entry from `model`. If `model` has class names and the ragged
-    rows have none, their class names become ().
+    If `model` is ragged, an array becomes ragged rows: a few rows may all happen to have one length. Rows without
+    entries get the shape of an entry from `model`. If `model` has class names and they have none, theirs become ().
     """
+    values = as_ragged(values) if field_kind(model) == schema.RAGGED else values
+    if field_kind(values) != field_kind(model):
+        return values
     data, dtype = field_data(values), field_data(model).dtype
     if isinstance(values, RaggedRows) and not len(data):
         classes = values.classes or (() if _has_classes(model) else None)

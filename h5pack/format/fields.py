@@ -99,6 +99,14 @@ def field_data(values: FieldValues) -> npt.NDArray[Any]:
     return values.data if isinstance(values, RaggedRows) else values
 
 
+def as_ragged(values: FieldValues) -> FieldValues:
+    """Return an array of rows, (N, n, ...), as ragged rows of one length; single numbers and ragged rows unchanged."""
+    if isinstance(values, RaggedRows) or values.ndim < 2:
+        return values
+    count, length, *entry = values.shape
+    return RaggedRows(schema.RAGGED, values.reshape(count * length, *entry), np.arange(count + 1) * length)
+
+
 def field_checksums(values: FieldValues) -> npt.NDArray[np.uint32]:
     """Return the CRC-32 of each row's bytes, uint32 (N,)."""
     return values.checksums() if isinstance(values, RaggedRows) else row_checksums(values)

@@ -78,6 +78,35 @@ def test_statistics_count_images_of_all_splits_that_become_one(tmp_path: Path, k
         np.testing.assert_allclose(file["statistics/std"][()], rows.std(0) / 255, rtol=1e-12)
 
 
+class Listed:
+    """Samples with a list of numbers each, which a pack stores as an array if all lists have one length."""
+
+    def __init__(self, name: str, lists: list[list[Any]]) -> None:
+        self.filenames, self.lists = [f"{name}{number}" for number in range(len(lists))], lists
+
+    def __len__(self) -> int:
+        return len(self.lists)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"image": np.full((6, 5, 3), index, np.uint8), "list": self.lists[index]}
+
+
+@pytest.mark.parametrize("new", [[[7]], [[7, 8], [9, 10]], [[[1, 2], [3, 4]]]])
+def test_lists_of_one_length_are_appended_to_lists_of_several(tmp_path: Path, new: list[list[Any]]) -> None:
+    old: list[list[Any]] = [[[1, 2]], []] if isinstance(new[0][0], list) else [[1], [2, 3], []]
+    path = tmp_path / "a.h5"
+    h5pack.convert(Listed("old", old), path, **quick(fields="list", order="sorted"))
+    assert h5pack.append(path, Listed("new", new), fields="list", order="sorted", num_workers=1).added == len(new)
+    lists = [np.asarray(sample[1]).tolist() for sample in h5pack.H5Dataset(path, fields=["list"])]
+    assert lists == old + new
+    assert h5pack.verify(path, num_workers=1).ok
+    other = tmp_path / "b.h5"
+    h5pack.convert(Listed("b", new), other, **quick(fields="list"))
+    h5pack.join([path, other], tmp_path / "o.h5")
+    with pytest.raises(SourceError):  # the first pack determines the kind of a field
+        h5pack.join([other, path], tmp_path / "o.h5", overwrite=True)
+
+
 def test_images_without_a_label_are_noted(tmp_path: Path) -> None:
     path = pack(tmp_path, "a", 4, ["cat", "dog"])
     more = source(tmp_path / "b", "b", 6, ["dog"])
