@@ -36,7 +36,7 @@ from h5pack.exporter.image_files import SourceRows
 from h5pack.format import schema
 from h5pack.format.fields import FieldValues, RaggedRows, field_data, field_kind
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.plan import order_rows
+from h5pack.pack.row_order import order_rows
 from h5pack.read.encoded import EncodedIndex
 from h5pack.sources.catalog import IMAGE_SUFFIXES, NO_SPLITS, Catalog, NameTable
 from h5pack.sources.folders import split_order

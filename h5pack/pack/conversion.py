@@ -50,8 +50,9 @@ from h5pack.pack.journal import Journal, RowRecord, RowResults, SurveyJournal
 from h5pack.pack.kept import make_kept_plan
 from h5pack.pack.options import ConvertOptions, output_path, require_suitable
 from h5pack.pack.output import ConvertReport, Output, OutputLock, PartFile
-from h5pack.pack.plan import ConvertPlan, NoRowsError, close_holes, make_plan
+from h5pack.pack.plan import ConvertPlan, NoRowsError, make_plan
 from h5pack.pack.resume import UnfinishedPack, source_changed, verify_existing
+from h5pack.pack.row_order import close_holes
 from h5pack.pack.survey import (
     again_task,
     first_changed_of,

@@ -27,8 +27,9 @@ from h5pack.pack.compression import Compression, CompressTask, compress_rows, re
 from h5pack.pack.file_structure import Addresses, PackTables, copy_structure, write_compressed, write_structure
 from h5pack.pack.journal import RowRecord
 from h5pack.pack.output import Output, OutputLock
-from h5pack.pack.plan import ConvertPlan, RowOrder
+from h5pack.pack.plan import ConvertPlan
 from h5pack.pack.resume import Unfinished, UnfinishedPack
+from h5pack.pack.row_order import RowOrder
 from h5pack.pack.statistics import pack_statistics
 from h5pack.pack.writer import Images, SampleDecoder, read_image, read_kept
 from h5pack.read.hdf5 import chunk_table, encode_text, reopen_tuned, stored_options

@@ -21,7 +21,8 @@ from h5pack.images.encode import fitted_size
 from h5pack.pack.file_structure import EncodedMasks, PixelRows
 from h5pack.pack.journal import EncodedFile
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.plan import ConvertPlan, NoRowsError, RowOrder, Rows, close_holes, plan_rows
+from h5pack.pack.plan import ConvertPlan, NoRowsError, plan_rows
+from h5pack.pack.row_order import RowOrder, Rows, close_holes
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog
 from h5pack.system.arrays import limited_stops

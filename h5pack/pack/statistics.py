@@ -14,7 +14,8 @@ from h5pack.format import schema
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.images.decode import strict_pillow
 from h5pack.pack.journal import RowRecord
-from h5pack.pack.plan import ConvertPlan, RowOrder
+from h5pack.pack.plan import ConvertPlan
+from h5pack.pack.row_order import RowOrder
 from h5pack.read.encoded import row_decoder
 from h5pack.system.files import read_all
 

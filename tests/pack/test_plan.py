@@ -12,7 +12,8 @@ from h5pack.errors import NoImagesError, OptionsError, RejectedImageError, Sizes
 from h5pack.format.schema import NO_LABEL
 from h5pack.images.decode import PixelOptions
 from h5pack.pack.options import ConvertOptions
-from h5pack.pack.plan import ConvertPlan, make_plan, order_rows
+from h5pack.pack.plan import ConvertPlan, make_plan
+from h5pack.pack.row_order import order_rows
 from h5pack.pack.survey import Survey
 from h5pack.sources.catalog import Catalog, NameTable, Note, Reject, unused_note
 from h5pack.sources.reader import FileReader

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from h5pack.format.fields import RaggedRows
 from h5pack.pack.finish import moved_runs
-from h5pack.pack.plan import close_holes, order_rows
+from h5pack.pack.row_order import close_holes, order_rows
 from h5pack.sources.validation import choose_groups, choose_val, group_ids
 from h5pack.system.arrays import shuffled_split
 

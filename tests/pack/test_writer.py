@@ -20,7 +20,8 @@ from h5pack.errors import RejectedImageError, SourceError
 from h5pack.format.row_offsets import RowOffsets
 from h5pack.pack import writer
 from h5pack.pack.conversion import Conversion
-from h5pack.pack.plan import ConvertPlan, RowOrder
+from h5pack.pack.plan import ConvertPlan
+from h5pack.pack.row_order import RowOrder
 from h5pack.pack.writer import Images, WriteJob, WriteTask, read_ahead, write_tasks
 from h5pack.sources.reader import SourceReader
 from tests.makers import flat_folder, quick, save
