@@ -14,7 +14,6 @@ images of the shard.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 from collections.abc import Sequence
@@ -273,17 +272,12 @@ class ShardedConversion(Conversion):
 
     def _write_all(self, plan: ConvertPlan) -> ConvertReport:
         """Write all shards and the virtual file; return a report with their totals."""
-        output, edges = self.output, plan.shard_edges()
+        output, plans = self.output, plan.shards()
         if self.options.overwrite and not self.options.continues and output.shards.exists():
             self._finish_renames()
         if self.options.shard_bytes is None:
             return super()._write_all(plan)
-        plans = [plan.between(start, stop) for start, stop in itertools.pairwise(edges)]
-        needed = plan.needed_bytes
-        if self.options.filter is not None:
-            # At any time, the folder holds compressed shards and at most one uncompressed shard.
-            needed = min(needed, plan.file_bytes + max(one.needed_bytes for one in plans))
-        output.require_space(needed)
+        output.require_space(plan.needed_bytes)
         shards = [output.shards / shard_path(output.final, number).name for number in range(len(plans))]
         # The shards have similar names. Raise now if the names are not valid UTF-8, which a virtual file cannot store.
         virtual_name(str(output.final), output.final.parent)

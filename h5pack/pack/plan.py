@@ -139,6 +139,10 @@ class ConvertPlan:
             rejects=self.rejects if start == 0 else (),
         )
 
+    def shards(self) -> list[ConvertPlan]:
+        """Return the plan of each shard; if `shard_bytes` is None, there is one shard."""
+        return [self.between(start, stop) for start, stop in itertools.pairwise(self.shard_edges())]
+
     def shard_edges(self) -> list[int]:
         """Return the first row of each shard, then the total number of rows.
 
@@ -193,11 +197,16 @@ class ConvertPlan:
         """Upper bound of the disk space in bytes that the conversion needs while it runs.
 
         Without compression, the tables are counted twice, because they are first written to a temporary file. With
-        compression, the uncompressed rows also need space until the pack is complete.
+        compression, the uncompressed rows also need space until the pack, or their shard, is complete.
         """
-        if self.options.filter is not None:
-            return self._data_bytes() + self._chunks_bytes(None) + _METADATA_BYTES
-        return self._data_bytes() + self._tables_bytes()
+        if self.options.filter is None:
+            return self._data_bytes() + self._tables_bytes()
+        # At any time, the folder holds compressed shards and at most one uncompressed shard.
+        return min(self._compressing_bytes(), self.file_bytes + max(one._compressing_bytes() for one in self.shards()))
+
+    def _compressing_bytes(self) -> int:
+        """Return an upper bound of the disk space in bytes for writing all rows, and then compressing them."""
+        return self._data_bytes() + self._chunks_bytes(None) + _METADATA_BYTES
 
     def _data_bytes(self) -> int:
         """Upper bound of the output's disk space in bytes, without the metadata block, most of which is unallocated."""

@@ -173,3 +173,12 @@ def test_the_plan_as_text() -> None:
     text = plan(of, survey(reasons={3: "truncated"}), size=(64, 32), fit="pad").to_text()
     parts = ["left out", "19 of 64x32", "pad", "3 classes", "identity", "train 15, test 4", "2,000 .txt files"]
     assert [part for part in (*parts, "03.jpg") if part not in text] == []
+
+
+def test_compressed_shards_need_room_for_one_uncompressed_shard() -> None:
+    settings: dict[str, Any] = {"size": (1_024, 1_024), "chunk_rows": 1, "compression": "gzip"}
+    whole, made = plan(catalog(), **settings), plan(catalog(), shard_bytes=2**24, **settings)
+    sizes = [one.rows * one.row_bytes for one in made.shards()]
+    assert (len(sizes), sum(sizes)) == (5, COUNT * made.row_bytes)
+    assert sum(sizes) + 2 * max(sizes) < made.needed_bytes < 2 * sum(sizes) < whole.needed_bytes
+    assert made.to_json()["needed_bytes"] == made.needed_bytes
