@@ -326,7 +326,7 @@ def _damaged_kept(file: h5py.File, index: EncodedIndex, checksums: npt.NDArray[n
 
 
 def _check_encoded(task: _EncodedTask) -> tuple[int, list[int]]:
-    """Return what `check_rows` returns; the rows also include images that do not have their size in the pack."""
+    """Like `check_rows`, but also return the rows of images whose size differs from the size that the pack stores."""
     return check_rows(task, lambda row, data: _has_other_size(data, task.image_sizes[row - task.start]))
 
 

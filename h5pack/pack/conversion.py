@@ -3,19 +3,20 @@
 A run with `resume`, `part` or `finish` continues an interrupted conversion where it stopped. What such a run does
 depends on the files that it finds:
 
-- the output, but no ``OUT.partial``: the output is complete. The run only compares it with the source and the options,
-  and removes temporary files. In two cases, the output is an older one that is still to be replaced:
+- the output, but no ``OUT.partial``: usually, the output is complete. Then the run only compares it with the source and
+  the options, and removes temporary files. In two cases, the output is an older one that is still to be replaced:
 
-  - The run has `overwrite`, and there is no sign that the interrupted run had already replaced the output. Such signs
-    are a journal with ``written.bin`` and a journal without a plan and, with `finish`, a missing journal.
+  - The run has `overwrite`, and nothing shows that the interrupted run had already replaced the output. Any of these
+    would show it: a journal with ``written.bin``, a journal without a plan or, with `finish`, a missing journal.
   - An array job has begun, but none of its parts has written a row;
 
 - ``OUT.partial.survey``: the run continues the survey;
-- a journal with a plan: the run surveys the images again, and requires the same plan and the same images. With `keep`,
-  it encodes the images that are not encoded yet. It checks the rows that the journal lists, and writes damaged and
-  missing rows. With `finish`, it writes no rows, but raises an error if rows are missing;
-- a journal with ``written.bin``: every row was written, and rows may have moved. The run repairs the rows whose bytes
-  are not intact at their final position, and finishes the file;
+- a journal with a plan: the run surveys the images again (but parts of an array job share one survey), and requires the
+  same plan and the same images. With `keep`, it encodes the images that are not encoded yet. It checks the rows that
+  the journal lists, and writes damaged and missing rows. With `finish`, it writes no rows, but raises an error if rows
+  are missing, and it checks rows only if some may not have been flushed;
+- a journal with ``written.bin``: every row was written, and rows may have moved. Unless it has `part`, the run repairs
+  the rows whose bytes are not intact at their final position, and finishes the file;
 - a journal with ``written.bin``, and a complete compressed file as ``OUT.partial``: the run only renames this file.
 """
 

@@ -261,7 +261,7 @@ def _class_notes(found: Listing, tops: list[str], classes: Iterable[str]) -> tup
     """
     folders = [os.path.join(top, name) for top in tops for name in found.filled(top)]
     empty = sorted({*classes}.difference(map(os.path.basename, folders)))
-    text = f"classes without images, which are numbered, too: {first_names(empty)}; remove folders that are no classes"
+    text = f"classes without images, which also get a number: {first_names(empty)}; remove folders that are not classes"
     notes = (Note(text),) if empty else ()
     deeper = [folder for folder in folders if folder not in found.folders and len(found.counts(folder)) > 1]
     if not deeper:

@@ -214,7 +214,7 @@ def tables(shards: Shards, columns: ManifestColumns) -> Catalog:
 def _partitions(names: Sequence[str]) -> dict[str, list[Any]]:
     """Return the columns that folders such as ``label=3`` define in the paths of all files, with a value for each file.
 
-    As in pyarrow and Hive, values are integers if all values of a column are, and `_HIVE_NULL` becomes None.
+    Values are integers if all values of a column are. `_HIVE_NULL` becomes None, as in pyarrow.
     """
     folders = [[folder.partition("=") for folder in name.split("/")[:-1] if "=" in folder] for name in names]
     found = [{unquote(key): unquote(value) for key, _, value in named} for named in folders]

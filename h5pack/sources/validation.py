@@ -52,7 +52,7 @@ def training_split(source: str, catalog: Catalog, val: float) -> int:
 
 
 def divided_names(names: tuple[str, ...], training: int) -> tuple[str, ...]:
-    """Return the names of all splits after the split with the index `training` was divided."""
+    """Return the names of the splits that result from dividing the split with the index `training`."""
     first = "train" if names == NO_SPLITS else names[training]
     return (*names[:training], first, _NAME, *names[training + 1 :])
 
