@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import struct
 import sys
 import zlib
 from pathlib import Path
@@ -280,6 +281,26 @@ def test_damaged_chunks_crash_no_plugin(tmp_path: Path) -> None:
         for dtype in ("u1", "f4")
     ]
     assert files.in_child(lambda: decode_damaged_chunks(paths))
+
+
+@pytest.mark.parametrize("before", [(), ("shuffle",), ("gzip",)], ids=str)
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [(4096, 4096, 2000)], [(4096, 1 << 20, 2000)], [(1024, 1024, 1024)] * 3, [(1024, 1024, 1024)] * 5,
+        [(1024, 1024, 1024), (1024, 3000, 1024)], [(4096, 2**32 - 1, 4096)],
+    ],
+)  # fmt: skip
+def test_sizes_of_blocks_that_do_not_fit_a_chunk_of_lz4_are_refused(
+    before: tuple[str, ...], blocks: list[tuple[int, int, int]]
+) -> None:
+    """The plugin copies a block that is stored uncompressed without looking where the chunk ends."""
+    steps = tuple(Filter(*FILTERS[name], name) for name in (*before, "lz4"))
+    chunk = struct.pack(">QI", 4096, blocks[0][0]) + b"".join(
+        struct.pack(">I", promised) + bytes([7]) * stored for _, promised, stored in blocks
+    )
+    with pytest.raises(ValueError, match="sizes of the chunk's blocks"):
+        FilterPipeline(steps, 4096).decode(codecs._to_malloc(np.frombuffer(chunk, np.uint8)), 0)
 
 
 def test_few_rows_of_chunks_that_cut_rows_are_read_alone(tmp_path: Path) -> None:
