@@ -335,7 +335,7 @@ def _shown(value: Any) -> str:
 def merge(parts: Sequence[Part]) -> Catalog:
     """Return one catalog of the rows of all packs, one pack after the other. Its reader is that of the first pack.
 
-    Raises SourceError if the packs do not match, or if class names of two packs differ only in case.
+    Raises SourceError if the packs do not match, or if `merge_classes` refuses their classes.
     """
     catalogs = fitted([part.catalog for part in parts])
     parts = [replace(part, catalog=catalog) for part, catalog in zip(parts, catalogs, strict=True)]
@@ -383,7 +383,7 @@ def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[
     """Merge the classes of packs, given as (path, class names).
 
     Returns all class names, and for each pack an array: the new number of each class of the pack, followed by -1.
-    Raises SourceError if class names of two packs differ only in case.
+    Raises SourceError if class names of two packs differ only in case, and neither pack has both of them.
     """
     # Several classes of one pack may have the same name, such as "crane" in ImageNet. They get the keys (name, 0),
     # (name, 1) and so on. The names of two classes of one pack, such as letters, may also differ only in case.
@@ -404,7 +404,7 @@ def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[
         added = [key for key in keys if key not in numbers]
         for name in dict.fromkeys(name for name, _ in added if (name, 0) not in numbers):
             known, owner = origins.get(name.casefold(), (name, path))
-            if known != name:
+            if known != name and known not in names:
                 problem = (
                     f"its class {name!r} differs only in case from {known!r} of {owner}; rename one of them "
                     "in its source, and convert that source again"

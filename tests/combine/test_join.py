@@ -415,6 +415,13 @@ def test_classes_of_one_name_stay_apart(tmp_path: Path) -> None:
 
 def test_classes_of_one_source_may_differ_only_in_case(tmp_path: Path) -> None:
     first, other = pack(tmp_path, "a", 6, ["A", "a"]), pack(tmp_path, "b", 4, ["a", "A"])
+    for number, name in enumerate("Aa"):
+        one = pack(tmp_path, f"only {number}", 4, [name])
+        assert h5pack.join([first, one], tmp_path / "o.h5").images == 10
+        assert h5pack.join([one, first], tmp_path / "o.h5", overwrite=True).images == 10
+        counts = dict(zip(h5pack.H5Dataset(tmp_path / "o.h5").classes or (), [7, 3], strict=True))
+        assert counts == {name: 7, "aA"[number]: 3}
+        (tmp_path / "o.h5").unlink()
     assert h5pack.join([first, other], tmp_path / "both.h5").images == 10
     assert h5pack.subset(first, tmp_path / "some.h5", classes="a").images == 3
     dataset = h5pack.H5Dataset(tmp_path / "both.h5")
