@@ -36,11 +36,7 @@ VERIFY_ADVICE = "run 'h5pack verify' on the file, then restore it or convert aga
 
 
 def open_file(path: str | os.PathLike[str]) -> h5py.File:
-    """Open an HDF5 file for reading.
-
-    Raises PackFormatError if the file cannot be opened, for example because it is missing, not HDF5 or damaged, or
-    because another process is writing it.
-    """
+    """Open an HDF5 file; raise PackFormatError if that fails, for example because another process is writing it."""
     require_local(path)
     name = os.fsdecode(path).rstrip(os.sep) or os.sep
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
@@ -319,10 +315,13 @@ def external_links(file: h5py.File) -> tuple[ExternalLink, ...]:
     found: list[tuple[bytes, int]] = []
     file.id.links.visit(lambda name, info: found.append((name, info.type)), info=True)
     links = {name: file.id.links.get_val(name) for name, kind in found if kind == h5py.h5l.TYPE_EXTERNAL}
-    return tuple(
-        ExternalLink(name.decode(errors="surrogateescape"), ":".join(map(text, target)), file.get(name) is not None)
-        for name, target in links.items()
-    )
+    listed = []
+    for name, target in links.items():
+        leads = False
+        with contextlib.suppress(RuntimeError):  # a loop of links in the other file
+            leads = file.get(name) is not None
+        listed.append(ExternalLink(name.decode(errors="surrogateescape"), ":".join(map(text, target)), leads))
+    return tuple(listed)
 
 
 def reopen_tuned(dataset: h5py.Dataset, cache: CachePlan | None = None) -> h5py.Dataset:

@@ -409,8 +409,11 @@ def test_datasets_behind_links_to_other_files_are_described(tmp_path: Path) -> N
     with h5py.File(tmp_path / "good.h5", "w") as file:
         file["far/pictures"], file["group"] = (h5py.ExternalLink("target.h5", name) for name in ("images", "/"))
         file["soft"], file["y"] = h5py.SoftLink("/far/pictures"), np.arange(40)
+    with h5py.File(tmp_path / "loop.h5", "w") as file:
+        file["x"] = h5py.SoftLink("/x")
     with h5py.File(tmp_path / "bad.h5", "w") as file:
         file["file"], file["name"] = h5py.ExternalLink("none.h5", "x"), h5py.ExternalLink("target.h5", "none")
+        file["loop"] = h5py.ExternalLink("loop.h5", "x")
     report, (target, _) = h5pack.info(tmp_path / "good.h5", labels="y"), h5pack.info(tmp_path / "target.h5").datasets
     assert [one.name for one in report.datasets] == ["y", "far/pictures", "group/images", "group/labels"]
     assert [(one.faults, one.fix) for one in report.datasets[1:3]] == [(target.faults, target.fix)] * 2
@@ -418,7 +421,7 @@ def test_datasets_behind_links_to_other_files_are_described(tmp_path: Path) -> N
         ("far/pictures", "target.h5:images", True), ("group", "target.h5:/", True),
     }  # fmt: skip
     broken = h5pack.info(tmp_path / "bad.h5")
-    assert (broken.datasets, [one.found for one in broken.links]) == ((), [False, False])
+    assert (broken.datasets, [one.found for one in broken.links]) == ((), [False] * 3)
     assert "faults   none" not in broken.to_text()
 
 
