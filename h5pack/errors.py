@@ -159,7 +159,10 @@ class PackFormatError(H5PackError, ValueError):
 
 
 class IncompletePackError(PackFormatError):
-    """A pack is incomplete, because its conversion, or a part of an array job, did not finish."""
+    """A pack is incomplete, because its conversion, or a part of an array job, did not finish.
+
+    Also raised by a part of an array job if another run has finished, replaced or discarded its files.
+    """
 
 
 class PackChangedError(H5PackError, RuntimeError):

@@ -117,7 +117,8 @@ class SharedDatasets:
         key = variant.label, library
         if key not in self._datasets:
             dataset = H5Dataset(variant.path, images=variant.images, labels=variant.labels)
-            # Scale the cache of decoded chunks, so that it holds the file only if the full cache would hold all images.
+            # Reduce the cache of decoded chunks like the number of images, so that it holds the whole file only if the
+            # usual cache would hold all images.
             part = len(dataset) / max(len(dataset), self._num_images)
             dataset.engine.chunks.cache.capacity = int(DECODED_BYTES * part)
             self._datasets[key] = through_library(dataset) if library else dataset

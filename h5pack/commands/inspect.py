@@ -69,7 +69,7 @@ def _add_preview(commands: Any) -> None:
     })  # fmt: skip
     add_hdf5(what)
     how = preview.add_argument_group("how it looks")
-    add_options(how, {"--tile PIXELS": "longer side of each image (default 128)"})
+    add_options(how, {"--tile PIXELS": "maximum length of an image's longer side (default 128)"})
 
 
 def _add_export(commands: Any) -> None:

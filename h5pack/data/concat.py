@@ -170,7 +170,7 @@ class ConcatPack(BatchSource):
 
 
 def _check_same_fields(one: H5Dataset, other: H5Dataset) -> None:
-    """Raise an OptionsError if the samples of two datasets have different fields."""
+    """Raise an OptionsError if images, labels, fields or row numbers of two datasets differ in form or presence."""
     names = ("images", "labels", "fields", "row numbers")
     for what, mine, theirs in zip(names, _field_texts(one), _field_texts(other), strict=True):
         if mine != theirs:

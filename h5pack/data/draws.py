@@ -53,10 +53,10 @@ class BatchKey:
 def first_use(batch: int, rank: int, rank_rows: int) -> int:
     """Return the use number of the first row of a rank's batch, which has `rank_rows` rows.
 
-    The rows of the batch have consecutive use numbers. If an epoch has several copies of a row, the use number of each
-    copy is in the `repeats` of its `BatchKey`, so that each copy has random numbers of its own. All rows of an epoch
-    have different use numbers if the global batch (all ranks together) has at most 2^20 rows. The use numbers of a
-    global batch are consecutive, so they do not depend on the number of ranks.
+    A use number distinguishes the copies of a row in an epoch: it is the `repeats` of a copy's `BatchKey`, so that each
+    copy has random numbers of its own. The rows of a global batch (all ranks together) have consecutive use numbers,
+    which do not depend on the number of ranks. All rows of an epoch have different ones if a global batch has at most
+    2^20 rows.
     """
     return (batch << _MAX_BATCH_BITS) + rank * rank_rows
 

@@ -160,8 +160,8 @@ class H5Loader(Closeable, Resumable):
         Called with the labels of each batch, in the same way as `transform`.
     decode, exact
         For encoded images, as for `H5Dataset`. If `decode` is given, both replace the dataset's; if not, the datasets
-        of a `ConcatPack` must not differ in them. Random crops depend on (seed, epoch, row), with `weights` or repeated
-        indices also on the batch, but not on threads, ranks or resumes.
+        of a `ConcatPack` must not differ in them. Random crops depend on (seed, epoch, row), and on the batch
+        if rows may repeat (`weights`, repeated indices, `MixtureSampler`), but not on threads, ranks or resumes.
     num_workers : None
         Must be None, because an H5Loader reads in threads, not in worker processes; see `num_threads`.
 

@@ -113,9 +113,9 @@ def orientation_of(image: Image.Image) -> int:
 def open_image(file: BinaryIO, max_pixels: int) -> Image.Image:
     """Return ``Image.open(file)`` for the formats of `IMAGE_SUFFIXES`; raise UnidentifiedImageError for others.
 
-    Raise RejectedImageError for PostScript, and for HEIF files that need pillow-heif if it is not installed. Also raise
-    it if an icon has an image of more than `max_pixels` pixels, because Pillow decodes the images in an icon before
-    their size is known.
+    Raise RejectedImageError for PostScript, and for HEIF files whose brand only pillow-heif can open if it is not
+    installed. Also raise it if an icon has an image of more than `max_pixels` pixels, because Pillow decodes the images
+    in an icon before their size is known.
     """
     head = file.read(12)
     _prepare_format(head)

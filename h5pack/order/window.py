@@ -163,7 +163,7 @@ class BatchPlan(ABC):
     @property
     @abstractmethod
     def reads_again(self) -> bool:
-        """Whether several chunk groups have rows of the same chunk, so that decoded chunks are worth keeping."""
+        """Whether most chunks have rows in several chunk groups, so that decoded chunks are worth keeping."""
 
     @property
     @abstractmethod

@@ -59,7 +59,7 @@ class ConvertReport:
     moved_rows: int = 0  #: rows that were moved to close gaps left by images that could not be decoded
     seconds: dict[str, float] = field(default_factory=dict)
     already_complete: bool = False  #: whether the output was complete before this run
-    part: str | None = None  #: such as "3/16" if only this part was written; `images` then counts its rows
+    part: str | None = None  #: such as "3/16" if only this part was written; `images` and `rejects` count its rows
     shards: int = 0  #: with `shard_bytes`, number of packs that the virtual output refers to; `bytes` includes them
     notes: tuple[str, ...] = ()  #: remarks, such as a list of source datasets that are not packed
 

@@ -118,7 +118,7 @@ class ConvertPlan:
 
     @property
     def to_encode(self) -> npt.NDArray[np.bool_]:
-        """Which images must be encoded before rows are written, bool (M,)."""
+        """Which images, or their masks, are put into temporary files before rows are written, bool (M,)."""
         return np.zeros(len(self.catalog), np.bool_)
 
     def encoded_tables(self) -> dict[str, npt.NDArray[Any]]:

@@ -172,13 +172,13 @@ def _files_of(file: h5py.File, names: Iterable[str | None]) -> frozenset[SourceF
 
 
 def _transposed(file: h5py.File, name: str, *, labeled: bool) -> Iterator[Note]:
-    """Yield a note if the images are probably along the last axis, as its length shows, or if MATLAB stored them."""
+    """Yield a note if images are probably along the last axis (labels have its length), or if MATLAB stored them."""
     images = file[name]
     if not isinstance(images, h5py.Dataset) or images.ndim < 3:
         return
     last, labels = images.shape[-1], None
     if not labeled and images.ndim == 3:
-        with contextlib.suppress(PackFormatError):  # These labels are not packed, so they may be damaged.
+        with contextlib.suppress(PackFormatError):  # Labels that are not packed may be damaged.
             labels = find_labels(file, name, last, transposed=True)
     if labels is not None:
         text = f"{labels!r} has {last:,} rows, the length of the last axis of {name!r}; if images are along this axis,"

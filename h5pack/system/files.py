@@ -303,7 +303,7 @@ def require_writable(folder: Path) -> None:
             raise SourceError.at(folder, "the folder for the output does not exist; create it")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise SourceError.at(
-            folder, "no permission to create files in this folder; change its permissions, or choose another folder"
+            folder, "no permission to create files here, or a read-only disk; change that, or choose another folder"
         )
 
 
