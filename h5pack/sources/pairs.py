@@ -94,7 +94,9 @@ def _files_by_stem(found: Listing) -> dict[str, dict[str, list[str]]]:
     starts = [split_and_role(folder) for folder in filled]
     by_start = not by_split and all(split for split, _ in starts) and _any_named(role for _, role in starts)
     position = int(by_split or (_any_named(inner) and not _any_named(filled)))
-    beside = None if by_start or _any_named([*filled, *inner]) else mask_beside_image(found, are_pairs=True)
+    beside = None
+    if not by_start and not _any_named([*filled, *inner]):
+        beside = mask_beside_image(found) or mask_beside_image(found, are_pairs=True)
     files: dict[str, dict[str, list[str]]] = {}
     for name in found.below(top):
         *folders, stem = os.path.splitext(name)[0].removeprefix(f"{top}/").split("/")

@@ -157,6 +157,12 @@ def test_masks_that_a_word_marks_precede_those_of_the_same_name(tmp_path: Path) 
     assert [*catalog.pixel_fields[0].files] == ["a_mask.png", "b_mask.png", "c_mask.png", "c_mask.png"]
 
 
+def test_masks_that_a_word_marks_precede_a_lone_pair_in_another_folder(tmp_path: Path) -> None:
+    touch(tmp_path, "docs/a.jpg", "docs/a.png", *(f"scans/{name}.jpg" for name in ("b", "b_mask", "c", "c_mask")))
+    catalog = open_source(tmp_path, SourceOptions("pairs"))
+    assert [*catalog.pixel_fields[0].files] == ["scans/b_mask.jpg", "scans/c_mask.jpg"]
+
+
 def test_the_first_image_and_the_first_mask_must_have_one_name(tmp_path: Path) -> None:
     touch(tmp_path, "a.png", *(f"{name}{suffix}" for name in "bcd" for suffix in (".jpg", ".png")))
     assert len(open_source(tmp_path, SourceOptions())) == 7
