@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import queue
+import sys
 import threading
 import weakref
 from collections import deque
@@ -168,10 +169,11 @@ class IdleThreads:
         """Return an idle thread, or a new one; raise LoaderError if the system permits no more threads."""
         with contextlib.suppress(IndexError):
             return self._threads.pop()
+        handled = sys.exc_info()[1]  # by the caller; may be an earlier interrupt
         try:
             return ReusableThread(self)
         except RuntimeError as error:
-            if isinstance(error.__context__, KeyboardInterrupt):
+            if isinstance(error.__context__, KeyboardInterrupt) and error.__context__ is not handled:
                 # The interrupt came while `start` waited for a lock, and releasing that lock failed.
                 raise error.__context__ from None
             problem = f"a thread cannot be started ({error}); free memory, or raise the limit of 'ulimit -u'"

@@ -178,6 +178,18 @@ def test_an_iteration_whose_threads_cannot_start_takes_no_epoch(
         assert loader.epoch == 0
 
 
+def test_threads_that_cannot_start_after_an_interrupt_are_a_loader_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = h5pack.H5Loader(h5pack.H5Dataset(packs.labeled(tmp_path / "f.h5")), 4)
+    monkeypatch.setattr(ReusableThread, "start", Mock(side_effect=RuntimeError))
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(LoaderError):
+            iter(loader)
+
+
 def test_all_threads_end_at_exit_while_another_thread_starts_one(monkeypatch: pytest.MonkeyPatch) -> None:
     idle = IdleThreads()
     with monkeypatch.context() as context:
