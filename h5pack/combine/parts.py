@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -280,11 +280,13 @@ def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
 
     The dtype is that of a model: the field's values in one of the catalogs. The model is the first with entries and
     class names, else the first with entries, else the first with class names, else the first of all. `_as_model` says
-    what else is taken from it.
+    what else is taken from it. If the first values of all are ragged, arrays count as ragged rows.
     """
     fields = [dict(catalog.fields) for catalog in catalogs]
     for name in fields[0]:
         columns = [found[name] for found in fields if name in found]
+        if field_kind(columns[0]) == schema.RAGGED:
+            columns = [*map(as_ragged, columns)]
         model = max(columns, key=lambda values: (len(field_data(values)) > 0, _has_classes(values)))
         for found in fields:
             if name in found:
@@ -396,11 +398,8 @@ def merge_classes(found: Iterable[tuple[Path | str, tuple[str, ...]]]) -> tuple[
         if names in known_maps:
             maps.append(known_maps[names])
             continue
-        repeats: Counter[str] = Counter()
-        keys = []
-        for name in names:
-            keys.append((name, repeats[name]))
-            repeats[name] += 1
+        repeats: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        keys = [(name, next(repeats[name])) for name in names]
         added = [key for key in keys if key not in numbers]
         for name in dict.fromkeys(name for name, _ in added if (name, 0) not in numbers):
             known, owner = origins.get(name.casefold(), (name, path))

@@ -107,6 +107,13 @@ def test_lists_of_one_length_are_appended_to_lists_of_several(tmp_path: Path, ne
         h5pack.join([other, path], tmp_path / "o.h5", overwrite=True)
 
 
+def test_lists_of_one_length_are_appended_to_empty_lists(tmp_path: Path) -> None:
+    path, old, new = tmp_path / "a.h5", [[], []], [[7, 8], [9, 10]]
+    h5pack.convert(Listed("old", old), path, **quick(fields="list", order="sorted"))
+    h5pack.append(path, Listed("new", new), fields="list", order="sorted", num_workers=1)
+    assert [np.asarray(sample[1]).tolist() for sample in h5pack.H5Dataset(path, fields=["list"])] == old + new
+
+
 def test_images_without_a_label_are_noted(tmp_path: Path) -> None:
     path = pack(tmp_path, "a", 4, ["cat", "dog"])
     more = source(tmp_path / "b", "b", 6, ["dog"])
