@@ -27,6 +27,7 @@ from h5pack.images.decode import decoder_versions
 from h5pack.sources.catalog import Catalog
 from h5pack.system.files import write_atomically
 from h5pack.system.processes import ElasticExecutor
+from h5pack.system.text import stored_option_text
 
 _IDLE_SECONDS = 1.0
 _MISSING = object()
@@ -75,12 +76,13 @@ class PartsFolder:
         for name in {**job, **before}:
             old, new = before.get(name), job.get(name)
             if old != new:
+                difference, *parameters = _difference(name, old, new)
                 problem = (
-                    f"this part and earlier ones differ in the {name} ({_difference(old, new)}); give "
+                    f"this part and earlier ones differ in the {name} ({difference}); give "
                     f"all parts the same {name}, or start over: delete all of "
                     f"{self.folder.with_suffix('')}*"
                 )
-                raise ResumeError.at(self.folder, problem)
+                raise ResumeError.at(self.folder, problem, *parameters)
         return begins
 
     @property
@@ -104,11 +106,15 @@ def finished_by_others(partial: Path) -> IncompletePackError:
     return IncompletePackError.at(partial, problem)
 
 
-def _difference(old: Any, new: Any) -> str:
-    if isinstance(old, dict) and isinstance(new, dict):
-        name = next(name for name in {**old, **new} if (name in old, old.get(name)) != (name in new, new.get(name)))
-        return f"{name}: {_difference(old.get(name), new.get(name))}"
-    return f"{old!r} before, {new!r} now"
+def _difference(name: str, old: Any, new: Any) -> tuple[str, ...]:
+    """Return how the records of two parts differ in `name`, and the fragments that name parameters."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return (f"{old!r} before, {new!r} now",)
+    key = next(key for key in {**old, **new} if (key in old, old.get(key)) != (key in new, new.get(key)))
+    if name != "options":
+        return (f"{key}: {old.get(key)!r} before, {new.get(key)!r} now",)
+    (before, *first), (now, *second) = stored_option_text(key, old.get(key)), stored_option_text(key, new.get(key))
+    return f"{before} before, {now} now", *first, *second
 
 
 class SharedResults(ElasticExecutor):

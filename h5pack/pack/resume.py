@@ -30,7 +30,7 @@ from h5pack.read.ragged import index_ragged
 from h5pack.sources.catalog import Catalog
 from h5pack.sources.validation import divided_names, training_split
 from h5pack.system.files import drop_pages
-from h5pack.system.text import counted
+from h5pack.system.text import counted, stored_option_text
 
 
 def identity(plan: ConvertPlan) -> dict[str, Any]:
@@ -206,8 +206,7 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
         default = getattr(ConvertOptions, name, None)
         old, value = (options.get(name, default) for options in (before["options"], now["options"]))
         if old != value:
-            parameter = "source_kind" if name == "source" else name
-            (begun, *first), (resumed, *second) = _given(parameter, old), _given(parameter, value)
+            (begun, *first), (resumed, *second) = stored_option_text(name, old), stored_option_text(name, value)
             raise _refused(plan, journal, f"was begun {begun}, but resumed {resumed}", *first, *second)
     prints, old_prints = plan.fingerprints, journal.fingerprints()
     if len(prints) != len(old_prints):
@@ -218,17 +217,6 @@ def require_same(plan: ConvertPlan, journal: Journal, before: dict[str, Any]) ->
         other = "a name, label, split or field, or which images are rejected"
         name = plan.catalog.shown(int(changed[0])) if len(changed) else other
         raise source_changed(plan, journal, name)
-
-
-def _given(parameter: str, value: Any) -> tuple[str, str]:
-    """Return text such as "with size='32x16'" or "without limit", and its fragment that names the parameter."""
-    if value is None or value is False or value in ([], ()):
-        return f"without {parameter}", parameter
-    if parameter in ("size", "value_range"):
-        value = ("x" if parameter == "size" else ":").join(map(str, value))
-    if isinstance(value, list):
-        return f"with {parameter} {value}", parameter
-    return f"with {parameter}={value!r}", f"{parameter}={value!r}"
 
 
 def source_changed(plan: ConvertPlan, journal: Journal, name: str) -> ResumeError:

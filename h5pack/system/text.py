@@ -52,6 +52,21 @@ def first_lines(lines: Iterable[str], total: int, count: int = 20) -> list[str]:
     return [*itertools.islice(lines, count), *more]
 
 
+def stored_option_text(name: str, value: object) -> tuple[str, str]:
+    """Describe an option as a pack stores it, such as "with size='32x16'" or "without limit".
+
+    Also return the fragment that names the parameter.
+    """
+    parameter = "source_kind" if name == "source" else name
+    if value is None or value is False or value in ([], ()):
+        return f"without {parameter}", parameter
+    if parameter in ("size", "value_range") and isinstance(value, (list, tuple)):
+        value = ("x" if parameter == "size" else ":").join(map(str, value))
+    if isinstance(value, list):
+        return f"with {parameter} {value}", parameter
+    return f"with {parameter}={value!r}", f"{parameter}={value!r}"
+
+
 def short_repr(value: object) -> str:
     """Return a value's repr in one line, cut to 60 characters and "..." if it is longer."""
     text = " ".join(repr(value).split())

@@ -274,9 +274,15 @@ def test_parts_must_agree(tmp_path: Path) -> None:
     with pytest.raises(IncompletePackError):
         h5pack.convert(source, out, num_workers=1, finish=True, **options)
     h5pack.convert(source, out, num_workers=1, part="1/3", **options)
-    for settings in ({"part": "2/4"}, {"part": "2/3", "seed": 5}, {"part": "2/3", "chunk_rows": 5}):
-        with pytest.raises(ResumeError):
-            h5pack.convert(source, out, **{"num_workers": 1, **options, **settings})
+    for settings, parameters in (
+        ({"part": "2/4"}, ()),
+        ({"seed": 5}, ("seed=0", "seed=5")),
+        ({"chunk_rows": 5}, (f"chunk_rows={options['chunk_rows']}", "chunk_rows=5")),
+        ({"source_kind": "flat"}, ("source_kind", "source_kind='flat'")),
+    ):
+        with pytest.raises(ResumeError) as caught:
+            h5pack.convert(source, out, **{"num_workers": 1, "part": "2/3", **options, **settings})
+        assert caught.value.parameters == parameters
     save(source / "a/later.jpg")
     for settings in ({"part": "2/3"}, {"finish": True}):
         with pytest.raises(ResumeError):
