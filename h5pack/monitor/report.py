@@ -12,7 +12,7 @@ from typing import Any
 from h5pack.errors import OptionsError
 from h5pack.monitor.probes import GpuStatus
 from h5pack.system.files import absolute_path
-from h5pack.system.parameters import flags, invalid, require_callable
+from h5pack.system.parameters import flags, invalid, is_path, require_callable
 from h5pack.system.progress import progress_bar
 
 _log = logging.getLogger("h5pack")
@@ -119,7 +119,8 @@ class ReportOutputs:
         except (OSError, TypeError, ValueError) as error:
             raise OptionsError(f"json_lines: {error}; give a writable file", parameters=("json_lines",)) from error
         self._own_writer = isinstance(tensorboard, (str, os.PathLike))
-        self._writer = _new_writer(tensorboard) if self._own_writer else tensorboard
+        creates = self._own_writer and is_path(os.fspath(tensorboard))  # SummaryWriter("") would write into "runs".
+        self._writer = _new_writer(tensorboard) if creates else tensorboard
         if self._writer is not None and not hasattr(self._writer, "add_scalar"):
             raise invalid("tensorboard", tensorboard, "give a SummaryWriter, or the folder for a new one")
 

@@ -82,7 +82,7 @@ def test_a_full_disk_ends_the_scalars_and_not_the_training(clock: FakeClock, cap
     "changes",
     [
         {"json_lines": "a\0b"}, {"tensorboard": "a\0b"}, {"tensorboard": "/dev/null"}, {"tensorboard": "/dev/null/x"},
-        {"name": Path("x")}, {"name": None},
+        {"json_lines": ""}, {"tensorboard": ""}, {"name": Path("x")}, {"name": None},
     ],
 )  # fmt: skip
 def test_outputs_that_cannot_be_written_are_refused(changes: dict[str, Any]) -> None:
