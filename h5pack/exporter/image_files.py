@@ -74,7 +74,7 @@ def open_rows(
     unknown = [name for name in splits if name not in catalog.split_names]
     if unknown:
         known = splits_text(catalog.split_names)
-        raise OptionsError.at(path, f"no split {unknown[0]!r}; {known}")
+        raise OptionsError.at(path, f"no split {unknown[0]!r}; {known}", f"splits={unknown[0]!r}")
     if splits:
         catalog = _only_splits(catalog, splits)
     if limit is not None:

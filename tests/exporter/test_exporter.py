@@ -395,6 +395,9 @@ def test_a_split_and_a_limit(tmp_path: Path) -> None:
     report = export(tmp_path / "a.h5", tmp_path / "few", **quick(splits=("train",), limit=4))
     assert report.splits == {"train": 4}
     assert set(files_of(tmp_path / "few")) == {f"train/{row}" for row in ("x/00000", "x/00010", "y/00000", "y/00010")}
+    with pytest.raises(OptionsError) as caught:
+        export(tmp_path / "a.h5", tmp_path / "no", **quick(splits=("val", "no")))
+    assert caught.value.parameters == ("splits='no'",)
 
 
 def test_each_chunk_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
