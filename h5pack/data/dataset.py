@@ -160,7 +160,8 @@ class H5Dataset(BatchSource):
         require_tensors(pack)
         self.split = split if split is None or isinstance(split, str) else chosen
         self.transform, self.target_transform = transform, target_transform
-        self.with_rows, self.check = with_rows, check = flags(with_rows=with_rows, check=check)
+        with_rows, check, exact = flags(with_rows=with_rows, check=check, exact=exact)
+        self.with_rows, self.check = with_rows, check
         label_paths = () if pack.labels is None else (pack.labels,)
         given = tuple(dict.fromkeys((next(iter(pack.indexes)), *label_paths, *pack.fields)))
         self.names = tuple(name for name in given if name not in pack.ragged)

@@ -30,7 +30,7 @@ from h5pack.images.masks import PADDING, read_mask
 from h5pack.images.regions import MAX_SHARE, decode_top, region_decoder, scratch
 from h5pack.read.chunk_index import ChunkIndex
 from h5pack.read.encoded import EncodedIndex, row_decoder
-from h5pack.system.parameters import flags, invalid
+from h5pack.system.parameters import invalid
 
 Pixels = npt.NDArray[np.uint8]
 Rows = npt.NDArray[np.int64]
@@ -142,7 +142,7 @@ class CropDecoder:
                 "give RandomResizedCrop(size), CenterCrop(size, resize=size) or Resize((height, width)); for other "
                 "transforms, such as RandomCrop, see the options of Normalize",
             )
-        self.crop, (self.exact,) = crop, flags(exact=exact)
+        self.crop, self.exact = crop, exact
 
     def decode(
         self,

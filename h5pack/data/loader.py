@@ -229,7 +229,7 @@ class H5Loader(Closeable, Resumable):
         self._base, self.plan = order.for_loader()
         self.batch_sampler, self._assumes_one_rank = batch_sampler, order.assumes_one_rank
         require_no_transform(self.dataset)
-        self._base = self._base.with_decode(decode, exact)
+        self._base = self._base.with_decode(decode, *flags(exact=exact))
         self.batch_size, self.drop_last = self.plan.batch_size, self.plan.drop_last
         self._with_rows, self._check = self._base.with_rows, self._base.check
         self._cpus = available_cpus()
