@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from h5pack.data.dataset import H5Dataset, batch_fields
 from h5pack.data.decoding import NO_KEY, DrawKey, DrawnIndex
 from h5pack.data.samples import IMAGES, LABELS, ROWS, BatchSource, SampleBatch, positions_of
 from h5pack.errors import OptionsError
-from h5pack.system.parameters import refuse_path
+from h5pack.system.parameters import invalid, refuse_path
 
 Rows = npt.NDArray[np.int64]
 
@@ -45,10 +45,13 @@ class ConcatPack(BatchSource):
 
     def __init__(self, datasets: Sequence[H5Dataset]) -> None:
         refuse_path("datasets", datasets, "[H5Dataset({}), ...]")
-        self.datasets = tuple(datasets) if isinstance(datasets, Iterable) else ()
+        try:
+            given = iter(datasets)
+        except TypeError:  # Raised for a tensor without axes, too, which `isinstance` takes for an Iterable.
+            raise invalid("datasets", datasets, "give H5Datasets in a list") from None
+        self.datasets = tuple(given)
         if not self.datasets:
-            problem = "is empty" if isinstance(datasets, Iterable) else f"is {datasets!r}"
-            raise OptionsError(f"datasets {problem}; give H5Datasets in a list", parameters=("datasets",))
+            raise OptionsError("datasets is empty; give H5Datasets in a list", parameters=("datasets",))
         for dataset in self.datasets:
             refuse_path("datasets", dataset, "[H5Dataset({}), ...]")
             if not isinstance(dataset, H5Dataset):

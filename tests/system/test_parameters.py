@@ -93,7 +93,7 @@ def test_a_path_among_several_files_or_for_scratch_is_refused(bad: Any, source_a
         *(("H5Loader", options) for options in ({"drop_last": "False"}, {"shuffle": np.zeros(2)})),
         ("H5Loader", {"pin_memory": np.zeros(2, bool)}),
         *((name, {"exact": "no"}) for name in ("H5Dataset", "H5Loader")),
-        ("ConcatPack", {"datasets": 3}),
+        *(("ConcatPack", {"datasets": value}) for value in (3, torch.tensor(3))),
         ("preview", {"images": ""}),
         *((name, {"progress": "no"}) for name in ("convert", "append", "subset", "join", "export", "verify", "bench")),
         *(("FeedMonitor", {name: "no"}) for name in ("progress", "warn_once", "profiler_ranges")),
