@@ -326,6 +326,7 @@ def _same_field(file: h5py.File, name: str, values: FieldValues, rows: npt.NDArr
 
 
 def _different(path: Path, difference: str, options: ConvertOptions) -> OutputExistsError:
-    how = "write all parts with overwrite=True" if options.finish else "overwrite=True without resume=True"
+    job = options.in_array_job
+    how = "write all parts with overwrite=True" if job else "overwrite=True without resume=True"
     problem = f"exists, and {difference}; give another name, or {how} to replace it"
-    return OutputExistsError.at(path, problem, "overwrite=True", "resume=True")
+    return OutputExistsError.at(path, problem, "overwrite=True", *(() if job else ("resume=True",)))

@@ -742,8 +742,10 @@ def test_an_array_job_that_replaces_an_output_is_finished_twice(tmp_path: Path) 
 def test_the_advice_to_replace_another_output_by_an_array_job_can_be_followed(tmp_path: Path) -> None:
     source, out, options = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5", {"order": "sorted"}
     h5pack.convert(source, out, num_workers=1)
-    with pytest.raises(OutputExistsError, match="or write all parts with overwrite=True to replace it"):
-        h5pack.convert(source, out, num_workers=1, finish=True, **options)
+    for settings in ({"finish": True}, {"part": "1/2"}):
+        with pytest.raises(OutputExistsError) as caught:
+            h5pack.convert(source, out, num_workers=1, **settings, **options)
+        assert caught.value.parameters == ("overwrite=True",)  # Neither run takes resume=True.
     write(source, out, {**options, "overwrite": True}, "1/2", "2/2")
     require_finish(source, out, options)
 
