@@ -278,29 +278,27 @@ def _has_classes(values: FieldValues) -> bool:
 def fitted(catalogs: Sequence[Catalog]) -> list[Catalog]:
     """Return the catalogs with the values of each field in one dtype if no number changes.
 
+    If the first values of a field are ragged, arrays become ragged rows: a few rows may all happen to have one length.
     The dtype is that of a model: the field's values in one of the catalogs. The model is the first with entries and
     class names, else the first with entries, else the first with class names, else the first of all. `_as_model` says
-    what else is taken from it. If the first values of all are ragged, arrays count as ragged rows.
+    what else is taken from it.
     """
     fields = [dict(catalog.fields) for catalog in catalogs]
-    for name in fields[0]:
-        columns = [found[name] for found in fields if name in found]
-        if field_kind(columns[0]) == schema.RAGGED:
-            columns = [*map(as_ragged, columns)]
+    for name, first in catalogs[0].fields.items():
+        owners = [found for found in fields if name in found]
+        columns = [as_ragged(found[name]) if field_kind(first) == schema.RAGGED else found[name] for found in owners]
         model = max(columns, key=lambda values: (len(field_data(values)) > 0, _has_classes(values)))
-        for found in fields:
-            if name in found:
-                found[name] = _as_model(found[name], model)
+        for found, values in zip(owners, columns, strict=True):
+            found[name] = _as_model(values, model)
     return [replace(catalog, fields=found) for catalog, found in zip(catalogs, fields, strict=True)]
 
 
 def _as_model(values: FieldValues, model: FieldValues) -> FieldValues:
     """Return `values` in the dtype of `model` if no number changes, else unchanged.
 
-    If `model` is ragged, an array becomes ragged rows: a few rows may all happen to have one length. Rows without
-    entries get the shape of an entry from `model`. If `model` has class names and they have none, theirs become ().
+    Ragged rows without entries get the shape of an entry from `model`. If `model` has class names and they have none,
+    theirs become ().
     """
-    values = as_ragged(values) if field_kind(model) == schema.RAGGED else values
     if field_kind(values) != field_kind(model):
         return values
     data, dtype = field_data(values), field_data(model).dtype
