@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -192,7 +193,7 @@ class ConvertPlan:
         size += shards * (structure.metadata_block_bytes + rest)
         return size + virtual.metadata_block_bytes + self._tables_bytes()
 
-    @property
+    @cached_property
     def needed_bytes(self) -> int:
         """Upper bound of the disk space in bytes that the conversion needs while it runs.
 
