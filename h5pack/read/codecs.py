@@ -232,7 +232,7 @@ _BITSHUFFLE_WITH_HEADER = (2, 3)
 
 Other values select no compression, and the chunks have no header.
 """
-_HEADER_BYTES = 12
+_HEADER_BYTES, _BLOSC_HEADER_BYTES = 12, 16
 _MAX_BLOCK_BYTES = 1 << 30
 
 _Function = ctypes.CFUNCTYPE(
@@ -285,13 +285,21 @@ def decode_plugin(number: int, parameters: tuple[int, ...], encoded: MallocBuffe
 
 
 def _require_sizes(step: Filter, encoded: MallocBuffer, size: int | None) -> None:
-    """Raise ValueError if a chunk of the LZ4 or bitshuffle filter contains wrong sizes, which the plugins would trust.
+    """Raise ValueError if a chunk of Blosc, LZ4 or bitshuffle contains wrong sizes, which the plugins would trust.
 
-    Such a chunk begins with two big-endian integers: the decoded size of the chunk (8 bytes) and the decoded size of a
+    A chunk of Blosc contains its decoded size (bytes 4 to 7, little-endian) and its own size (bytes 12 to 15). A chunk
+    of LZ4 or bitshuffle begins with two big-endian integers: the decoded size of the chunk (8 bytes) and that of a
     block (4 bytes). Blocks follow, each of which begins with its compressed size (4 bytes, big-endian). Chunks of other
     filters, and of bitshuffle without compression, are not checked. `size` is the number of decoded bytes, if known.
     """
     number, parameters = step.number, step.parameters
+    data = np.asarray(encoded).data
+    if number == FilterId.BLOSC:
+        decoded, own = (int.from_bytes(data[start : start + 4], "little") for start in (4, 12))
+        if len(data) < _BLOSC_HEADER_BYTES or own != len(data) or size not in (None, decoded):
+            found = f"{own:,} bytes that decode to {decoded:,}"
+            raise ValueError(f"the chunk's header is damaged: {found} do not fit a chunk of {len(data):,} bytes")
+        return
     is_shuffled = (
         number == FilterId.BITSHUFFLE
         and len(parameters) > _BITSHUFFLE_COMPRESSOR
@@ -299,7 +307,6 @@ def _require_sizes(step: Filter, encoded: MallocBuffer, size: int | None) -> Non
     )
     if number != FilterId.LZ4 and not is_shuffled:
         return
-    data = np.asarray(encoded).data
     header = data[:_HEADER_BYTES]
     promised, block = int.from_bytes(header[:8], "big"), int.from_bytes(header[8:], "big")
     size = promised if size is None else size

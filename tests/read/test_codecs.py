@@ -283,6 +283,20 @@ def test_damaged_chunks_crash_no_plugin(tmp_path: Path) -> None:
     assert files.in_child(lambda: decode_damaged_chunks(paths))
 
 
+@pytest.mark.parametrize("name", sorted(name for name, (number, _) in FILTERS.items() if number in codecs._PLUGINS))
+def test_a_chunk_that_was_cut_short_is_refused(tmp_path: Path, name: str) -> None:
+    """Blosc's plugin does not know where the chunk ends, and would decode the bytes behind it."""
+    values = smooth((4, 300, 300), "u1", 2)
+    with h5py.File(write(tmp_path / "f.h5", values, name)) as file:
+        codec = find_pipeline(filters_of(file["x"]), values.nbytes)
+        mask, stored = file["x"].id.read_direct_chunk((0, 0, 0))
+    assert mask == 0
+    for length in (*range(1, 17), *range(17, len(stored), len(stored) // 60)):
+        with pytest.raises(ValueError, match="chunk"):
+            codec.decode(codecs._to_malloc(np.frombuffer(stored[:length], np.uint8)), mask)
+    assert np.array_equal(codec.decode(codecs._to_malloc(np.frombuffer(stored, np.uint8)), mask), values.reshape(-1))
+
+
 @pytest.mark.parametrize("before", [(), ("shuffle",), ("gzip",)], ids=str)
 @pytest.mark.parametrize(
     "blocks",
