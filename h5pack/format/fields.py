@@ -112,14 +112,16 @@ def field_checksums(values: FieldValues) -> npt.NDArray[np.uint32]:
     return values.checksums() if isinstance(values, RaggedRows) else row_checksums(values)
 
 
-def row_bytes(values: FieldValues) -> npt.NDArray[np.int64]:
-    """Return the number of bytes that each row of a field takes in a pack, int64 (N,).
+def row_bytes(values: FieldValues, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the number of bytes that each of the `rows`, int64 (n,), of a field takes in a pack, int64 (n,).
 
     Includes the row's offset, if the field has offsets, but not the row's checksum.
     """
     data = field_data(values)
     entry = data.dtype.itemsize * math.prod(data.shape[1:])
-    return np.diff(values.offsets) * entry + 8 if isinstance(values, RaggedRows) else np.full(len(data), entry)
+    if not isinstance(values, RaggedRows):
+        return np.full(len(rows), entry)
+    return (values.offsets[rows + 1] - values.offsets[rows]) * entry + 8
 
 
 BOX_FORMATS = ("xyxy", "xywh", "cxcywh")

@@ -6,7 +6,6 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -193,7 +192,7 @@ class ConvertPlan:
         size += shards * (structure.metadata_block_bytes + rest)
         return size + virtual.metadata_block_bytes + self._tables_bytes()
 
-    @cached_property
+    @property
     def needed_bytes(self) -> int:
         """Upper bound of the disk space in bytes that the conversion needs while it runs.
 
@@ -227,7 +226,7 @@ class ConvertPlan:
 
     def _field_bytes(self) -> Rows:
         """Return the bytes of each row in all fields except those of pixels, including checksums, int64 (N,)."""
-        columns = (4 + row_bytes(values)[self.row_order.origins] for values in self.catalog.fields.values())
+        columns = (4 + row_bytes(values, self.row_order.origins) for values in self.catalog.fields.values())
         return sum(columns, np.zeros(self.rows, np.int64))
 
     def reject(self, row: int, reason: str) -> Reject:

@@ -186,9 +186,10 @@ def test_values_of_samples_that_do_not_fit_together_are_an_error(values: list[An
 
 
 def test_the_bytes_of_rows_are_those_of_their_entries_and_offsets() -> None:
-    assert row_bytes(np.zeros((3, 2, 4), np.int16)).tolist() == [16] * 3
-    assert row_bytes(parse_texts(["a", "", "xyz"])).tolist() == [9, 8, 11]
-    assert row_bytes(parse_ragged([[[1, 2]], []])).tolist() == [24, 8]
+    assert row_bytes(np.zeros((3, 2, 4), np.int16), np.arange(3)).tolist() == [16] * 3
+    assert row_bytes(parse_texts(["a", "", "xyz"]), np.arange(3)).tolist() == [9, 8, 11]
+    assert row_bytes(parse_ragged([[[1, 2]], []]), np.arange(2)).tolist() == [24, 8]
+    assert row_bytes(parse_texts(["a", "", "xyz"]), np.array([2, 0])).tolist() == [11, 9]
 
 
 def test_names_that_cannot_be_fields_are_an_error() -> None:
