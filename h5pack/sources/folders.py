@@ -282,7 +282,7 @@ TARGET_FOLDERS = frozenset((
     "anno", "annot",
 ))  # fmt: skip
 _MAX_VISITS = 10_000  # of one folder, by different paths
-# The limits of `mask_beside_image`: the number of folders, and the number of characters of a folder's file names.
+# The limits of `first_files`: the number of folders, and the number of characters of a folder's file names.
 _PROBED_FOLDERS, _PROBED_LENGTH = 100, 4096
 
 
@@ -424,37 +424,39 @@ def _inferred(found: Listing) -> Catalog:
     return catalog
 
 
-def mask_beside_image(found: Listing, *, are_pairs: bool = False) -> tuple[str, str, str] | None:
+def mask_beside_image(found: Listing) -> tuple[str, str, str] | None:
     """Return the path of an image, the path of its mask in the same folder, and the ending of the mask's name; or None.
 
     The ending is the word that follows the name of the image, such as "_mask". It is ".png" if a folder has at least
-    three files, and they look like pairs of a JPEG image and a PNG mask of the same name. With `are_pairs`, one such
-    pair suffices, because some images may lack a mask. Only the first files of the first folders are compared.
+    three files, and they look like pairs of a JPEG image and a PNG mask of the same name. Only the first files of the
+    first folders are compared.
     """
-    for folder in found.order[:_PROBED_FOLDERS]:
-        files = found.folders[folder][:_PROBED_LENGTH].split("\0")
+    for folder, files in first_files(found):
         names = {os.path.splitext(name)[0]: name for name in files}
-        pairs = list(map(_jpeg_and_png, files, files[1:]))
         # An image and its mask share a stem. The last name may be cut off, so it may have a stem of its own.
-        pair = pairs[0] if len(files) > 2 and 2 * len(names) <= len(files) + 1 else None
-        if pair is None:
-            for stem, name in names.items():
-                match = re.fullmatch("(.+)([_-]([A-Za-z]+))", stem)
-                if match is not None and match[1] in names and match[3].lower() in TARGET_FOLDERS:
-                    return os.path.join(folder, names[match[1]]), os.path.join(folder, name), match[2]
-            pair = next(filter(None, pairs), None) if are_pairs else None
-        if pair is not None:
-            image, mask = pair
-            return os.path.join(folder, image), os.path.join(folder, mask), mask[-4:]
+        if len(files) > 2 and 2 * len(names) <= len(files) + 1 and (pair := jpeg_and_png(folder, *files[:2])):
+            return pair
+        for stem, name in names.items():
+            match = re.fullmatch("(.+)([_-]([A-Za-z]+))", stem)
+            if match is not None and match[1] in names and match[3].lower() in TARGET_FOLDERS:
+                return os.path.join(folder, names[match[1]]), os.path.join(folder, name), match[2]
     return None
 
 
-def _jpeg_and_png(one: str, other: str) -> tuple[str, str] | None:
-    """Return the two names, that of the JPEG file first, if they are a JPEG and a PNG file of the same stem."""
+def first_files(found: Listing) -> Iterator[tuple[str, list[str]]]:
+    """Yield each of the first folders, and the names of its first files, of which the last may be cut off."""
+    for folder in found.order[:_PROBED_FOLDERS]:
+        yield folder, found.folders[folder][:_PROBED_LENGTH].split("\0")
+
+
+def jpeg_and_png(folder: str, one: str, other: str) -> tuple[str, str, str] | None:
+    """Return the paths of a JPEG and a PNG file, and the ending of the latter, if two names are of such a pair."""
     (stem, suffix), (other_stem, other_suffix) = map(os.path.splitext, (one, other))
     names = {suffix.lower(): one, other_suffix.lower(): other}
     image, mask = names.get(".jpg") or names.get(".jpeg"), names.get(".png")
-    return (image, mask) if stem == other_stem and image and mask else None
+    if stem != other_stem or not image or not mask:
+        return None
+    return os.path.join(folder, image), os.path.join(folder, mask), mask[-4:]
 
 
 def _by_names(found: Listing) -> Catalog:

@@ -16,8 +16,10 @@ from h5pack.sources.folders import (
     IMAGE_FOLDERS,
     TARGET_FOLDERS,
     Listing,
+    first_files,
     is_named,
     is_split_name,
+    jpeg_and_png,
     mask_beside_image,
     numbered_splits,
     only_folder,
@@ -96,7 +98,8 @@ def _files_by_stem(found: Listing) -> dict[str, dict[str, list[str]]]:
     position = int(by_split or (_any_named(inner) and not _any_named(filled)))
     beside = None
     if not by_start and not _any_named([*filled, *inner]):
-        beside = mask_beside_image(found) or mask_beside_image(found, are_pairs=True)
+        # A pair of one name suffices, because some images may lack a mask.
+        beside = mask_beside_image(found) or _first_of_one_name(found)
     files: dict[str, dict[str, list[str]]] = {}
     for name in found.below(top):
         *folders, stem = os.path.splitext(name)[0].removeprefix(f"{top}/").split("/")
@@ -113,6 +116,15 @@ def _files_by_stem(found: Listing) -> dict[str, dict[str, list[str]]]:
             role = folders.pop(position)
         files.setdefault(role, {}).setdefault("/".join([*folders, stem]), []).append(name)
     return files
+
+
+def _first_of_one_name(found: Listing) -> tuple[str, str, str] | None:
+    """Return the first pair of a JPEG image and a PNG mask of the same name, like `mask_beside_image`; None if none."""
+    for folder, files in first_files(found):
+        for one, other in itertools.pairwise(files):
+            if pair := jpeg_and_png(folder, one, other):
+                return pair
+    return None
 
 
 def _any_named(folders: Iterable[str]) -> bool:
