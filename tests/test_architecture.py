@@ -123,34 +123,33 @@ def test_a_module_is_short_and_says_what_it_is_about() -> None:
         assert ast.get_docstring(tree_of(module)), module
 
 
-CLASSES = [node for module in MODULES for node in tree_of(module).body if isinstance(node, ast.ClassDef)]
-BASES = {node.name: [base.id for base in node.bases if isinstance(base, ast.Name)] for node in CLASSES}
-DOCUMENTED = {
-    (node.name, member.name)
-    for node in CLASSES
-    for member in node.body
-    if isinstance(member, ast.FunctionDef) and ast.get_docstring(member)
-}
-"""Class and name of each documented method; methods that override one need no docstring."""
-
-
-def _ancestors(name: str) -> Iterator[str]:
-    for base in BASES.get(name, []):
-        yield base
-        yield from _ancestors(base)
-
-
 def public(body: list[ast.stmt]) -> list[ast.FunctionDef | ast.ClassDef]:
     return [node for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_"]
 
 
 def test_everything_public_is_documented() -> None:
+    # Here, not when this file is imported: each test process would keep 80 MB of trees, and copy them in each fork.
+    classes = [node for module in MODULES for node in tree_of(module).body if isinstance(node, ast.ClassDef)]
+    bases = {node.name: [base.id for base in node.bases if isinstance(base, ast.Name)] for node in classes}
+    documented = {
+        (node.name, member.name)
+        for node in classes
+        for member in node.body
+        if isinstance(member, ast.FunctionDef) and ast.get_docstring(member)
+    }
+
+    # Methods that override a documented one need no docstring.
+    def ancestors(name: str) -> Iterator[str]:
+        for base in bases.get(name, []):
+            yield base
+            yield from ancestors(base)
+
     for module in MODULES:
         for node in public(tree_of(module).body):
             assert ast.get_docstring(node), f"{module}: {node.name}"
             for member in public(node.body) if isinstance(node, ast.ClassDef) else ():
                 overrides = node.bases and member.name in ("read", "submit", "head", "open")
-                overrides = overrides or any((base, member.name) in DOCUMENTED for base in _ancestors(node.name))
+                overrides = overrides or any((base, member.name) in documented for base in ancestors(node.name))
                 assert ast.get_docstring(member) or overrides or _trivial(node), f"{module}: {node.name}.{member.name}"
 
 
