@@ -11,7 +11,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,11 +91,17 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
         with reporting_disk_errors(path, _LESS_SPACE):
             yield path
     except H5PackError as error:
-        # Replace errors of `convert` that recommend parameters such as `resume`, which `bench` does not have.
+        # Do not recommend parameters of `convert`, such as `resume`, that `bench` does not have.
         is_full = isinstance(error, NoSpaceError)
         is_inside = error.path is not None and Path(error.path).is_relative_to(path)
         if not is_inside or not (is_full or "resume=True" in error.parameters):
-            raise
+            given = {fragment.partition("=")[0] for fragment in error.parameters}
+            missing = sorted(given - {one.name for one in fields(BenchSettings)})
+            if not missing or not isinstance(error, SourceError):
+                raise
+            advice = f"bench has no {' or '.join(missing)}: make a pack with 'h5pack convert', and measure that"
+            problem = f"{error}; {advice}"
+            raise type(error)(problem, path=error.path, dataset=error.dataset, parameters=error.parameters) from error
         if is_full:
             problem = f"temporary files do not fit; make room, raise 'ulimit -f', or {_LESS_SPACE}"
             raise NoSpaceError.at(folder, problem, "scratch=FOLDER") from error

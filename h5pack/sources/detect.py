@@ -218,7 +218,7 @@ def _open_shards(path: Path, kind: str, options: SourceOptions, scratch: Path) -
     shards = find_shards(path, wanted, TAR_SUFFIXES if kind == "webdataset" else TABLE_SUFFIXES)
     if not shards.names:
         what = "tar" if kind == "webdataset" else "Parquet or Arrow"
-        raise NoImagesError.at(path, f"no {what} files; check the path, include and exclude")
+        raise NoImagesError.at(path, f"no {what} files; check the path, include and exclude", "include", "exclude")
     if kind == "parquet":
         return tables(shards, options.columns)
     return webdataset(shards, (open_tar(one, scratch) for one in shards.paths), options.columns)

@@ -232,6 +232,31 @@ def test_a_scratch_folder_on_a_failing_disk_gets_advice(tmp_path: Path, monkeypa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "parameters"), [("manifest", ("path_column",)), ("webdataset", ("include", "exclude"))]
+)
+def test_parameters_that_only_convert_has_come_with_advice(
+    tmp_path: Path, kind: str, parameters: tuple[str, ...]
+) -> None:
+    path = tmp_path / "in.csv"
+    if kind == "manifest":
+        path.write_text("foo,bar\na.png,b.png\n")
+    else:
+        path.mkdir()
+    with pytest.raises(SourceError, match="bench has no") as caught, scratch_folder(tmp_path) as scratch:
+        find_input(path, scratch, BenchSettings(source_kind=kind))
+    assert (caught.value.path, caught.value.parameters) == (str(path), parameters)
+    assert type(caught.value) is type(caught.value.__cause__)
+
+
+def test_parameters_that_bench_has_come_without_it(tmp_path: Path) -> None:
+    path = hdf5_file(tmp_path / "f.h5", a=np.zeros((9, 8, 8, 3), np.uint8), b=np.zeros((9, 8, 8, 3), np.uint8))
+    with pytest.raises(SourceError) as caught, scratch_folder(tmp_path) as scratch:
+        find_input(path, scratch, BenchSettings())
+    assert caught.value.parameters[0].startswith("images")
+    assert caught.value.__cause__ is None
+
+
 def test_the_lock_is_closed_before_the_scratch_folder_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On NFS and FUSE, a removed file gets another name while it is open, so its folder cannot be removed."""
     opened = []
