@@ -46,7 +46,7 @@ from h5pack.images.headers import (
     parse_jpeg,
     parse_png,
 )  # fmt: skip
-from h5pack.system.files import held_stderr
+from h5pack.system.libc import held_stderr
 from h5pack.system.machine import optional_module, package_version
 from h5pack.version import __version__
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from h5pack.images.decode import sample_jpegs
 from h5pack.images.headers import DecodePath, ImageHeader, with_height
-from h5pack.system.files import held_stderr
+from h5pack.system.libc import held_stderr
 
 Pixels = npt.NDArray[np.uint8]
 

@@ -49,7 +49,16 @@ import numpy.typing as npt
 
 from h5pack.errors import DamagedRowsError, H5PackError, OutputBusyError, ResumeError
 from h5pack.read.hdf5 import VERIFY_ADVICE
-from h5pack.system.files import is_at, is_locked, lock, open_locked, read_all, sync_path, write_atomically
+from h5pack.system.files import (
+    is_at,
+    is_locked,
+    lock,
+    open_locked,
+    read_all,
+    sync_path,
+    wait_until_unlocked,
+    write_atomically,
+)
 
 # Magic number of a record. Give it another value if the layout of payloads changes: records of the earlier layout are
 # then ignored.
@@ -311,7 +320,9 @@ class Journal:
     def payloads(self, prefix: str) -> Iterator[tuple[Path, bytes]]:
         """Yield the path and the payload of each intact record in the files ``prefix-*.log``; marks are skipped."""
         for path in sorted(self.folder.glob(f"{prefix}-*.log")):
-            _wait_for_writer(path)
+            problem = "a worker of the interrupted run is still writing to this file; stop this worker, then run again"
+            busy = OutputBusyError.at(path, f"{problem} with resume=True", "resume=True")
+            wait_until_unlocked(path, busy, _WAIT_SECONDS)
             for magic, payload in _intact(path):
                 if magic == _MAGIC:
                     yield path, payload
@@ -450,15 +461,3 @@ def _intact(path: Path) -> Iterator[tuple[int, bytes]]:
             if zlib.crc32(payload) != checksum:
                 break
             yield magic, payload
-
-
-def _wait_for_writer(path: Path) -> None:
-    deadline = time.monotonic() + _WAIT_SECONDS
-    while is_locked(path):
-        if time.monotonic() > deadline:
-            problem = (
-                "a worker of the interrupted run is still writing to this file; stop this worker, then run again with "
-                "resume=True"
-            )
-            raise OutputBusyError.at(path, problem, "resume=True")
-        time.sleep(0.02)

@@ -21,7 +21,6 @@ from h5pack.system.files import (
     copy_changed,
     copy_permissions,
     is_at,
-    is_locked,
     link_file,
     lock,
     max_name_bytes,
@@ -29,6 +28,7 @@ from h5pack.system.files import (
     require_replaceable,
     require_writable,
     sync_path,
+    wait_until_unlocked,
     write_atomically,
 )
 from h5pack.system.machine import free_bytes
@@ -120,6 +120,8 @@ class Output:
         temporary = (self.partial, self.new, self.survey, self.journal, self.parts, self.shards, self.owner)
         require_replaceable(*temporary, self.structure, self.compressed)
         require_replaceable(self.rejects, *(self.final,) * options.overwrite, writable=False)
+        if options.part is None:  # A part does not lock the file.
+            wait_until_unlocked(self.partial, OutputBusyError(_busy(self), path=self.final))
         # Count the parts after looking for files. Otherwise, a part that begins in between would look like another run.
         has_unfinished = self.partial.exists() or self.parts.exists()
         begun_parts = PartsFolder(self.parts).count if options.in_array_job else 0
@@ -134,8 +136,6 @@ class Output:
             problem = "exists; give another name, or overwrite=True to replace it"
             raise OutputExistsError.at(self.final, problem, "overwrite=True")
         if has_unfinished and not may_replace:
-            if self.partial.exists() and is_locked(self.partial):
-                raise OutputBusyError(_busy(self), path=self.final)
             raise self._unfinished_error(options, resumable)
 
     def _unfinished_error(self, options: ConvertOptions, resumable: bool) -> OutputExistsError:

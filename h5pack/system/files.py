@@ -1,4 +1,4 @@
-"""File operations without HDF5: atomic writes, locks, flushing, reading and writing, page cache, standard error."""
+"""File operations without HDF5: atomic writes, locks, flushing, reading and writing, page cache."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import resource
 import stat
 import struct
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -385,6 +383,19 @@ def is_locked(path: Path) -> bool:
         return lock(stream.fileno(), shared=True) is False
 
 
+def wait_until_unlocked(path: Path, busy: OutputBusyError, seconds: float | None = None) -> None:
+    """Wait until no other open file holds an exclusive lock on a file. If there is no such file, return at once.
+
+    Raises the error `busy` after `seconds`, by default as many as `open_locked` waits.
+    """
+    deadline = time.monotonic() + (_LOCK_WAIT_SECONDS if seconds is None else seconds)
+    with contextlib.suppress(FileNotFoundError):
+        while is_locked(path):
+            if time.monotonic() > deadline:
+                raise busy
+            time.sleep(0.02)
+
+
 def open_locked(path: Path, busy: str) -> int:
     """Open a file, creating it if it does not exist, lock it exclusively, and return its descriptor.
 
@@ -457,44 +468,3 @@ def make_hot(path: Path) -> None:
         block = bytearray(1 << 22)
         while file.readinto(block):
             pass
-
-
-# Only one thread at a time may redirect standard error, and no thread may fork meanwhile. A second thread would later
-# restore the first one's redirection instead of standard error, and a forked child would keep the redirection.
-_stderr_lock = threading.RLock()
-os.register_at_fork(
-    before=_stderr_lock.acquire, after_in_parent=_stderr_lock.release, after_in_child=_stderr_lock.release
-)
-
-
-@contextlib.contextmanager
-def held_stderr() -> Iterator[list[bytes]]:
-    """Hold back what is written to the process's standard error; yield a list that gets these lines at the end.
-
-    The lines are not written to standard error afterwards. While one thread holds standard error back, other threads
-    that call this function wait, and so do threads that fork.
-    """
-    lines: list[bytes] = []
-    with _stderr_lock, contextlib.ExitStack() as stack:
-        try:
-            original = os.dup(2)
-            stack.callback(os.close, original)
-            messages = stack.enter_context(_unnamed_file())
-        except OSError:
-            # Do not hold lines back: standard error is closed, as in some daemons, or no folder is writable.
-            yield lines
-            return
-        os.dup2(messages.fileno(), 2)
-        try:
-            yield lines
-        finally:
-            os.dup2(original, 2)
-            lines += os.pread(messages.fileno(), os.fstat(messages.fileno()).st_size, 0).splitlines(keepends=True)
-
-
-def _unnamed_file() -> IO[bytes]:
-    """Open a file without a name, in memory if the system has such files (Linux since 3.17)."""
-    try:
-        return open(os.memfd_create("messages"), "w+b", buffering=0)
-    except (OSError, AttributeError):
-        return tempfile.TemporaryFile(buffering=0)

@@ -481,6 +481,9 @@ def test_a_second_conversion_to_the_same_output_is_kept_out(tmp_path: Path, monk
     for settings in ({}, {"resume": True}, {"overwrite": True}):
         with pytest.raises(OutputBusyError):
             h5pack.convert(source, tmp_path / "o.h5", **quick(**settings))
+        # The source is not read, which may take minutes.
+        with pytest.raises(OutputBusyError):
+            h5pack.convert(tmp_path / "missing", tmp_path / "o.h5", **quick(**settings))
     lock.close()
     assert h5pack.convert(source, tmp_path / "o.h5", **quick(resume=True)).images == 4
 

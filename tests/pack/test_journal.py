@@ -212,7 +212,7 @@ def test_an_open_writer_is_waited_for_or_reported(journal: Journal, monkeypatch:
         patch.setattr("h5pack.pack.journal._WAIT_SECONDS", 0.05)
         with pytest.raises(OutputBusyError):
             starts(journal)
-    monkeypatch.setattr("h5pack.pack.journal.time.sleep", lambda _: writer.close())
+    monkeypatch.setattr("h5pack.system.files.time.sleep", lambda _: writer.close())
     # A second wait would close the writer again, which is an error.
     assert starts(journal) == [0]
 

@@ -8,8 +8,6 @@ import io
 import mmap
 import os
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,7 +21,6 @@ from h5pack.system.files import (
     absolute_path,
     copy_permissions,
     file_system_type,
-    held_stderr,
     is_locked,
     lock,
     open_locked,
@@ -367,37 +364,3 @@ def test_a_file_is_loaded_and_dropped(tmp_path: Path, monkeypatch: pytest.Monkey
     assert files.drop_cache(path) == 3
     monkeypatch.setattr(mmap, "mmap", Mock(side_effect=OSError(errno.ENODEV, "No such device")))  # as on some FUSE
     files.make_hot(path)
-
-
-def no_memory_file(name: str) -> int:
-    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))  # as on Linux before 3.17
-
-
-@pytest.mark.parametrize("memfd_create", [getattr(os, "memfd_create", None), None, no_memory_file])
-def test_threads_that_hold_standard_error_give_it_back(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, memfd_create: Callable[[str], int] | None
-) -> None:
-    monkeypatch.delattr(os, "memfd_create", raising=False)
-    if memfd_create is not None:
-        monkeypatch.setattr(os, "memfd_create", memfd_create, raising=False)
-    descriptors = os.listdir("/dev/fd")
-    before, held, left = os.fstat(2).st_ino, [], threading.Event()
-
-    def hold() -> None:
-        with held_stderr() as lines:
-            os.write(2, b"second\n")
-            left.wait()
-        held.append(lines)
-
-    thread = threading.Thread(target=hold)
-    with held_stderr() as lines:
-        os.write(2, b"first\n")
-        thread.start()
-        thread.join(0.2)  # Without a lock, the thread now redirects the redirection of this one.
-    left.set()
-    thread.join()
-    assert os.fstat(2).st_ino == before
-    assert (lines, held) == ([b"first\n"], [[b"second\n"]])
-    assert os.listdir("/dev/fd") == descriptors
-    os.write(2, b"visible\n")
-    assert capfd.readouterr().err == "visible\n"
