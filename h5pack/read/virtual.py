@@ -167,30 +167,32 @@ def index_rows(
 
 
 def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
-    """Return the existing files of external storage. Look in the current folder and in the folder of the HDF5 file.
+    """Return the existing files of external storage, which HDF5 looks for in the current folder by default.
 
     Raises PackFormatError if such a file is cut short, because HDF5 would read zeros. Also raises it if a path is that
     of a pipe or a device, because HDF5 might wait forever.
     """
     if not dataset.external:
         return frozenset()
-    folder = os.path.dirname(absolute_path(dataset.file.filename))
+    folder = os.environ.get("HDF5_EXTFILE_PREFIX", "")
+    if folder.startswith("${ORIGIN}"):
+        folder = os.path.dirname(absolute_path(dataset.file.filename)) + folder.removeprefix("${ORIGIN}")
     refuse = partial(dataset_error, dataset.file.filename, dataset.name.lstrip("/"))
     left = math.prod(dataset.shape or ()) * dataset.id.get_type().get_size()
     files: set[SourceFile] = set()
     for name, offset, size in dataset.external:
         count = min(size, left)
         left -= count
-        paths = [path for path in (os.path.abspath(name), os.path.join(folder, name)) if os.path.exists(path)]
-        for path in paths:
-            if not (os.path.isfile(path) or os.path.isdir(path)):  # HDF5 would wait for a pipe.
+        path = os.path.abspath(os.path.join(folder, name))
+        if not os.path.isfile(path):
+            if os.path.exists(path) and not os.path.isdir(path):  # HDF5 would wait for a pipe.
                 raise refuse(f"has its data in {path}, which is not a regular file; restore that file")
-        found = [SourceFile(path, FileIdentity.of(path)) for path in paths if os.path.isfile(path)]
-        stored = max((file.identity.size for file in found), default=offset + count)
-        if count and stored < offset + count:
-            problem = f"needs the first {offset + count:,} bytes of {found[0].path}, which has only {stored:,}"
+            continue
+        file = SourceFile(path, FileIdentity.of(path))
+        if count and file.identity.size < offset + count:
+            problem = f"needs the first {offset + count:,} bytes of {path}, which has only {file.identity.size:,}"
             raise refuse(f"{problem}; restore that file")
-        files.update(found)
+        files.add(file)
     return frozenset(files)
 
 

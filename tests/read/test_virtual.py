@@ -224,6 +224,26 @@ def test_external_storage_that_was_cut_short_is_refused(tmp_path: Path) -> None:
         (tmp_path / f"{number}.raw").write_bytes(whole)
 
 
+def test_external_storage_is_found_where_hdf5_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, HDF5 looks in the current folder only, and would read zeros of the file there."""
+    current, folder = tmp_path / "current", tmp_path / "folder"
+    for place, data in ((current, ROWS.tobytes()[:-1]), (folder, ROWS.tobytes())):
+        place.mkdir()
+        (place / "a.raw").write_bytes(data)
+    with h5py.File(folder / "f.h5", "w") as file:
+        file.create_dataset("images", SHAPE, np.uint8, external=[("a.raw", 0, h5py.h5f.UNLIMITED)])
+    monkeypatch.chdir(current)
+    with pytest.raises(PackFormatError, match=r"current/a\.raw"):
+        describe_file(folder / "f.h5")
+    for prefix in ("${ORIGIN}", "../folder", str(folder)):
+        monkeypatch.setenv("HDF5_EXTFILE_PREFIX", prefix)
+        assert {one.path for one in described(folder / "f.h5").indexes["images"].files} == {str(folder / "a.raw")}
+    code = "import sys, h5py; sys.stdout.buffer.write(h5py.File(sys.argv[1])['images'][()].tobytes())"
+    for prefix, expected in (("${ORIGIN}", ROWS.tobytes()), ("", ROWS.tobytes()[:-1] + b"\0")):
+        monkeypatch.setenv("HDF5_EXTFILE_PREFIX", prefix)
+        assert subprocess.check_output([sys.executable, "-c", code, str(folder / "f.h5")]) == expected
+
+
 @pytest.mark.parametrize("kind", ["pixels", "texts"])
 def test_sources_beyond_the_limit_on_open_files_are_an_error(tmp_path: Path, kind: str) -> None:
     """HDF5 keeps sources open, and silently reads fill values of those that it cannot open."""
