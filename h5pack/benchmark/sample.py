@@ -127,7 +127,7 @@ class BenchInput:
     fields: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()  # Faults of the file's layout, as in the report of `h5pack.info`.
     fix: str | None = None  # The command that fixes the faults; None without faults.
-    not_convertible: str = ""  # Why the input cannot be converted; empty if it can.
+    not_convertible: str = ""  # Why `convert` refuses the input; empty if it does not. It may still reject all images.
 
 
 def find_input(path: str | os.PathLike[str] | None, scratch: Path, settings: BenchSettings) -> BenchInput:
@@ -303,8 +303,8 @@ def make_sample(
     base, sizes = scratch / "base.h5", partial(_sizes_for, wanted, default_chunk_rows)
     row_limit = partial(_sample_rows, source, settings, scratch, row_bytes, num_files)
     packed_by, rows = begin + _PACKING_SHARE * seconds, 0
-    # Pack again while there is time for at least twice as many rows. At first, `speed` is too low, because starting
-    # takes most of the time if only a few images are converted.
+    # Pack again while there is time for at least twice as many rows. At first, `speed` is only an estimate from a few
+    # images.
     while (more := row_limit(int(speed * (packed_by - clock())))) >= 2 * rows:
         rows = more
         report = packer.convert(base, limit=rows, chunk_rows=sizes(rows)[0], overwrite=True)

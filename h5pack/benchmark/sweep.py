@@ -102,7 +102,7 @@ class CaseReader:
 
 
 class SharedDatasets:
-    """Datasets that readers share, so that a file is indexed only once.
+    """Datasets that readers share, so that a file is indexed only once for direct reads, and once for the HDF5 library.
 
     `num_images` is the number of all images. A file may hold only some of them.
     """

@@ -90,8 +90,8 @@ def _add_export(commands: Any) -> None:
     add_options(what, {"--limit N": "export at most N images, evenly spaced in FILE"})
     add_hdf5(what)
     add_options(what, {
-        "--fields A,B": "further datasets (one row per image) to export: their values into the manifest, masks and "
-        "further images as files (default: all fields of a pack)",
+        "--fields A,B": "further datasets to export, with one row per image; masks and images become files, other "
+        "values go into the manifest (default: all fields of a pack)",
     })  # fmt: skip
     add_options(export.add_argument_group("execution options"), {
         "--format FORMAT": "image format: png (lossless) or jpeg (default: jpeg for a pack that keeps JPEG files, else "

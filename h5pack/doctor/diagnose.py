@@ -36,7 +36,8 @@ from h5pack.system.machine import load_average, load_text, machine_facts
 _WARM_FRACTION = 0.04
 # Estimated durations are multiplied by this factor, because measurements may take longer.
 _LEEWAY = 1.25
-# Duration of each small measurement in seconds. It is shorter if the time budget is below 5 seconds.
+# Seconds for measuring each busy fraction. Shorter if the time budget is below 5 seconds. Other small measurements,
+# such as that of half a batch, may take longer.
 _SMALL_MEASUREMENT_SECONDS = 0.05
 # Number of stages that are measured after the file has been dropped from the page cache. If the file does not fit into
 # the page cache, the loop is one more such stage. These stages run last, so time is reserved for them.

@@ -280,7 +280,10 @@ def open_unlocked(path: Path) -> Iterator[h5py.File]:
 
 
 def is_complete(path: Path) -> bool:
-    """Return whether ``OUT.partial``, at `path`, is complete. If so, a compressed or virtual file is only renamed."""
+    """Return whether ``OUT.partial``, at `path`, is complete.
+
+    If it is, and is compressed or virtual, a resumed conversion only has to rename it.
+    """
     try:
         with open_unlocked(path) as file:
             return int(file.attrs[schema.COMPLETE]) == 1

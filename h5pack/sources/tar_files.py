@@ -111,6 +111,8 @@ def _index(file: ArchiveFile, start: int, stop: int, subject: str = "") -> Membe
     Messages about the tar file as a whole begin with `subject`.
     """
     members, links, archive = Members(), dict[str, str](), os.path.basename(file.path)
+    if file.copy_path is not None:
+        archive = f"the decompressed {archive}"
     stream = _Headers(file, start, stop)
     with file.parsing(f"{subject}is not a tar file, or its first header is damaged"):
         tar = tarfile.TarFile(fileobj=cast(BinaryIO, stream), errors="surrogateescape", encoding="utf-8")
@@ -132,14 +134,14 @@ def _index(file: ArchiveFile, start: int, stop: int, subject: str = "") -> Membe
             block = file.read(min(_BLOCK_BYTES, stop - position), position)
             if len(block) == _BLOCK_BYTES and not any(block):
                 break
-            problem = f"the header at byte {position:,}, after {last!r}, is damaged ({error})"
+            problem = f"the header at byte {position:,} of {archive}, after {last!r}, is damaged ({error})"
             if position == start:
                 problem = f"{subject}is not a tar file, or its first header is damaged"
             elif position + _BLOCK_BYTES > stop:
                 problem = f"{subject}was cut short after {last!r}: {archive} has no end mark at byte {stop:,}"
             raise file.damaged(problem) from error
         if member.size < 0 or tar.offset <= position:
-            raise file.damaged(f"the header at byte {position:,} is damaged")
+            raise file.damaged(f"the header at byte {position:,} of {archive} is damaged")
         position, last = tar.offset, member.name
         if member.isdir():
             members.add_folder(member.name)
