@@ -32,6 +32,8 @@ from h5pack.system.text import stored_option_text
 _IDLE_SECONDS = 1.0
 _MISSING = object()
 _COUNT = "number of parts"
+# Parts of a source's identity (see `Catalog.identity`) that are checksums, which say nothing to a user.
+_HASHED = {"names": "the names or the order of the images", "tables": "labels, splits, fields or rejected images"}
 
 
 class PartsFolder:
@@ -111,6 +113,8 @@ def _difference(name: str, old: Any, new: Any) -> tuple[str, ...]:
     if not isinstance(old, dict) or not isinstance(new, dict):
         return (f"{old!r} before, {new!r} now",)
     key = next(key for key in {**old, **new} if (key in old, old.get(key)) != (key in new, new.get(key)))
+    if key in _HASHED:
+        return (_HASHED[key],)
     if name != "options":
         return (f"{key}: {old.get(key)!r} before, {new.get(key)!r} now",)
     (before, *first), (now, *second) = stored_option_text(key, old.get(key)), stored_option_text(key, new.get(key))

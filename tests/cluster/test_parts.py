@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import pkgutil
 import random
+import re
 import shutil
 import signal
 import socket
@@ -288,6 +289,15 @@ def test_parts_must_agree(tmp_path: Path) -> None:
         with pytest.raises(ResumeError):
             h5pack.convert(source, out, **{"num_workers": 1, **options, **settings})
     (source / "a/later.jpg").unlink()
+    image = min((source / "a").iterdir())
+    for renamed in (image.with_name("zzz.jpg"), source / "c" / image.name):
+        renamed.parent.mkdir(exist_ok=True)
+        image.rename(renamed)
+        with pytest.raises(ResumeError, match="the names") as caught:
+            h5pack.convert(source, out, num_workers=1, part="2/3", **options)
+        assert not re.search(r"\d{5}", str(caught.value).replace(str(tmp_path), "")), "checksums say nothing to a user"
+        renamed.rename(image)
+    (source / "c").rmdir()
     for settings in ({"resume": True}, {"finish": True}):
         with pytest.raises(OptionsError):
             h5pack.convert(source, out, **{"num_workers": 1, "part": "1/3", **options, **settings})
