@@ -180,6 +180,8 @@ _SEEKS = 1.3
 # A step has a high fixed cost if its images/s with half a batch are less than this fraction of those with a full batch.
 _OVERHEAD = 0.75
 _SMALL_BATCH_BYTES = 1 << 20
+# Larger batches are advised only if an epoch has more of them: `diagnose` uses at most a quarter of the images in one.
+_FEW_BATCHES = 5
 # A loader counts as using only one CPU if it uses at least the first number of CPUs, and fewer than the second.
 _ONE_CPU = (0.8, 1.3)
 
@@ -253,9 +255,11 @@ class _Rules:
         rows, size = evidence.batch_rows or 0, evidence.loaded_row_bytes or 0
         step = evidence.rates(Stage.STEP)
         steady = step is None or step.is_steady
-        if self.limits(Bottleneck.STEP) and half is not None and half < _OVERHEAD and steady:
+        may_grow = evidence.epoch_batches is None or evidence.epoch_batches > _FEW_BATCHES
+        if may_grow and self.limits(Bottleneck.STEP) and half is not None and half < _OVERHEAD and steady:
             yield self.make(Remedy.LARGER_BATCH_FOR_STEP, half=100 * half)
-        if 0 < rows * size < _SMALL_BATCH_BYTES and self.limits(Bottleneck.LOADER, Bottleneck.COPY):
+        is_small = 0 < rows * size < _SMALL_BATCH_BYTES
+        if may_grow and is_small and self.limits(Bottleneck.LOADER, Bottleneck.COPY):
             yield self.make(Remedy.LARGER_BATCH_FOR_LOADER, images=counted(rows, "image"), size=size)
         if evidence.stored_float and evidence.loaded_float:
             yield self.make(Remedy.STORE_UINT8, self.limits(Bottleneck.COPY, *FEED - {Bottleneck.DECODING}), size=size)

@@ -73,6 +73,10 @@ def remedies(found: list[Advice], *, moves: bool) -> str:
         (FED, {"half_batch_ratio": 0.9}, "FASTER_STEP", ""),
         ({**FED, "step": Rates(3_000, 500, 3_100, 5)}, {"half_batch_ratio": 0.55}, "FASTER_STEP", ""),
         (LOADER, {"batch_rows": 8, "loaded_row_bytes": 3_072}, "LARGER_BATCH_FOR_LOADER", ""),
+        # A batch that is about a quarter of the images is the largest that can be measured.
+        (FED, {"half_batch_ratio": 0.55, "epoch_batches": 6}, "LARGER_BATCH_FOR_STEP FASTER_STEP", ""),
+        (FED, {"half_batch_ratio": 0.55, "epoch_batches": 5}, "FASTER_STEP", ""),
+        (LOADER, {"batch_rows": 8, "loaded_row_bytes": 3_072, "epoch_batches": 4}, "", ""),
         (COPY, FLOATS, "UINT8_BATCHES", ""),
         (FED, FLOATS, "FASTER_STEP", "UINT8_BATCHES"),
         (COPY, {**FLOATS, "stored_float": True}, "STORE_UINT8", ""),
