@@ -211,10 +211,10 @@ def convert(
     strict : bool
         Raise at the first image that cannot be packed, instead of listing it in ``OUT.rejects.csv``.
     shard_bytes : int or str, optional
-        Write several packs of at most this many bytes: a number, or text such as "50GiB". The names of these packs are
-        ``OUT-00000.h5`` and so on. The file `out` then has virtual datasets that refer to these packs. All packs but
-        the last are planned to consist of whole chunks (with `keep`, of whole images). With `keep`, packs may be larger
-        if they have masks, or images that h5pack encodes, because the sizes of these are estimated.
+        Write several packs of at most this many bytes: a number, or text such as "50GiB". For `out` "train.h5", they
+        are "train-00000.h5" and so on. The file `out` then has virtual datasets that refer to these packs. All packs
+        but the last are planned to consist of whole chunks (with `keep`, of whole images). With `keep`, packs may be
+        larger if they have masks, or images that h5pack encodes, because the sizes of these are estimated.
     num_workers : int, optional
         Worker processes; with 1, this process does the work. Default: the number of CPUs this process may use.
     start_method : str, optional
@@ -258,7 +258,7 @@ def convert(
 
 
 def shard_path(out: Path, number: int) -> Path:
-    """Return the path of a shard of the virtual file `out`, such as ``OUT-00000.h5``."""
+    """Return the path of a shard of the virtual file `out`, such as "train-00000.h5" for "train.h5"."""
     return out.with_name(f"{out.stem}-{number:05d}{out.suffix}")
 
 

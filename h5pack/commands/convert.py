@@ -116,8 +116,8 @@ def _add_layout(convert: argparse.ArgumentParser) -> None:
     add_options(file, {
         "--chunk-bytes SIZE": "maximum size of a chunk, such as 4MiB",
         "--compression METHOD": f"compression method: none (default), {', '.join(_METHODS)}",
-        "--shard-bytes SIZE": "write files of at most SIZE, such as 50GiB, named OUT-00000.h5 and so on, and OUT as a "
-        "virtual file over them",
+        "--shard-bytes SIZE": "write files of at most SIZE, such as 50GiB (for OUT train.h5: train-00000.h5 and so "
+        "on), and OUT as a virtual file over them",
         "--compat": "write a file that HDF5 1.8 can read",
     })  # fmt: skip
 
@@ -151,7 +151,9 @@ def _add_join(commands: Any) -> None:
     join.set_defaults(run=_run_join)
     join.add_argument("packs", metavar="PACK", nargs="+", help="at least two packs with images of the same kind")
     join.add_argument("out", type=output_file, metavar="OUT", help="the file to create")
-    add_options(join, {"--virtual": "write HDF5 virtual datasets over the packs, which must stay in place"})
+    add_options(
+        join, {"--virtual": "write HDF5 virtual datasets over the packs, which must stay in place relative to OUT"}
+    )
     _add_run_options(join, "replace OUT when the new file is complete")
 
 

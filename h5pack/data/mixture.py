@@ -18,6 +18,7 @@ from h5pack.order.row_ranges import RowRange
 from h5pack.order.weights import MAX_SAMPLES
 from h5pack.order.window import DEFAULT_WINDOW
 from h5pack.system.parameters import real_number, refuse_path, whole_number
+from h5pack.system.text import short_repr
 
 _PERIOD = 10_000
 
@@ -120,14 +121,16 @@ def _weight_counts(weights: Sequence[float], packs: int) -> list[int]:
     """Return the number of rows of each pack in one period of the schedule, which has at most 10,000 rows."""
     error = partial(OptionsError, parameters=("weights",))
     try:
-        given = [real_number(weight) for weight in weights]
+        values = list(weights)
     except TypeError as cause:
-        raise error(f"weights are not numbers ({cause}); give a number for each pack") from cause
-    if len(given) != packs:
-        raise error(f"weights has {len(given)} numbers for {packs} packs; give one per pack")
+        raise error(f"weights is no sequence ({cause}); give a number for each pack") from cause
+    if len(values) != packs:
+        raise error(f"weights has {len(values)} numbers for {packs} packs; give one per pack")
+    given = [real_number(value) for value in values]
     for number, weight in enumerate(given):
         if not 0 < weight < math.inf:
-            raise error(f"weights[{number}] is {weight}; give a finite number above 0, or leave the pack out")
+            value = short_repr(values[number])
+            raise error(f"weights[{number}] is {value}; give a finite number above 0, or leave the pack out")
     whole = sum(map(Fraction, given))
     shares = [Fraction(weight) / whole for weight in given]
     period = math.lcm(*(share.denominator for share in shares))

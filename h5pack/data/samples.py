@@ -256,7 +256,7 @@ class BatchSource(Closeable, Dataset[Any]):
     def read_lists(self, rows: npt.NDArray[np.int64], key: DrawKey = NO_KEY) -> list[list[Any]]:
         """Return the values in `rows` of the fields that batches hold as lists.
 
-        Boxes and keypoints move with random crops, which are drawn from `key`.
+        Boxes and keypoints move with images that are cropped or resized; random crops are drawn from `key`.
         """
         raise NotImplementedError
 

@@ -81,7 +81,7 @@ class KeptPlan(ConvertPlan):
     # (M,): whether the image is put into a temporary file before rows are written, because it must be encoded, or
     # because the source reads images in groups
     needs_encoding: npt.NDArray[np.bool_]
-    places: EncodedPlaces | None = None  # None before images are encoded
+    places: EncodedPlaces | None = None  # None before images are encoded, and if none needs it
 
     def between(self, start: int, stop: int) -> ConvertPlan:
         plan = super().between(start, stop)

@@ -35,7 +35,8 @@ from h5pack.system.text import counted, first_names, format_bytes, labels_text, 
 from h5pack.version import __version__
 
 _METADATA_BYTES = 65_536
-_MAPPING_BYTES = 1_024  # upper bound for a dataset of a shard in a virtual file, including the shard's name
+# Upper bound for what one shard adds to a virtual dataset: the metadata of its mapping, including the shard's name.
+_MAPPING_BYTES = 1_024
 _BLOCK = 65_536
 # An output of at least this size, and this many times as large as the image files, gets a note on how to save space.
 _LARGE_FILE_BYTES, _MANY_TIMES = 256 * 1024 * 1024, 3

@@ -76,7 +76,10 @@ RowNumbers = range | npt.NDArray[np.int64]
 
 
 def joined_ranges(parts: Sequence[RowNumbers]) -> RowNumbers:
-    """Return row numbers one after the other: a range if all parts are ranges and adjacent, else int64 (n,)."""
+    """Return row numbers one after the other: int64 (n,), or a range if all parts are adjacent ranges.
+
+    Ranges must have the step 1.
+    """
     ranges = [part for part in parts if isinstance(part, range)]
     if len(ranges) == len(parts) and all(one.stop == other.start for one, other in itertools.pairwise(ranges)):
         return range(ranges[0].start, ranges[-1].stop)

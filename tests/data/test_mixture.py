@@ -235,6 +235,7 @@ def test_error_names_the_parameter_at_fault(mixed: ConcatPack, wrong: dict[str, 
     with pytest.raises(OptionsError) as caught:
         MixtureSampler(mixed, **{"batch_size": 8, **wrong})
     assert {name.partition("=")[0] for name in caught.value.parameters} & set(wrong)
+    assert "nan" not in str(caught.value) or "nan" in str(wrong)
 
 
 def test_what_cannot_be_concatenated_or_mixed(mixed: ConcatPack, tmp_path: Path) -> None:
