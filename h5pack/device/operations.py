@@ -90,11 +90,13 @@ def crop_and_flip(pixels: torch.Tensor, draws: AugmentationDraws, size: tuple[in
 
     Works on any device and inside ``torch.compile``.
     """
-    height, width = pixels.shape[1:3]
+    count, height, width, channels = pixels.shape
+    if not height or not width:
+        return pixels.new_zeros(count, *size, channels)  # All of the window is padding.
     rows = _sources(size[0], draws.vertical_flip, draws.top)
     columns = _sources(size[1], draws.flip, draws.left)
     inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
-    images = torch.arange(len(pixels), device=pixels.device)[:, None, None]
+    images = torch.arange(count, device=pixels.device)[:, None, None]
     found = pixels[images, rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None, :]]
     return found * inside[..., None]
 

@@ -167,6 +167,17 @@ def test_any_strides_and_no_images() -> None:
         assert Normalize.imagenet(flip=0.5)(none, key_of(0)).shape == (0, 3, 20, 18)
 
 
+@pytest.mark.parametrize("crop", [CenterCrop(4), RandomCrop(4, padding=2)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_around_images_without_pixels_is_black(crop: Any, layout: str) -> None:
+    black = Normalize.imagenet()(torch.zeros(6, 4, 4, 3, dtype=torch.uint8))
+    for size in ((0, 4), (4, 0), (0, 0)):
+        norm = Normalize.imagenet(crop=crop, flip=0.5, vertical_flip=0.5, layout=layout)
+        found = norm(torch.zeros(6, *size, 3, dtype=torch.uint8), key_of(6))
+        assert torch.equal(found, black)
+        assert found.is_contiguous(memory_format=LAYOUTS[layout])
+
+
 def test_results_are_never_overwritten() -> None:
     """Memory of large results is used again, but only when their last view is gone."""
     norm = Normalize.imagenet()
