@@ -23,7 +23,7 @@ from h5pack.data.iteration import serial_torch
 from h5pack.errors import OptionsError, RejectedImageError
 from h5pack.format import schema
 from h5pack.images.crops import DecodeCrop, RandomResizedCrop, Resize
-from h5pack.images.decode import MAX_PIXELS, refuse_scans
+from h5pack.images.decode import MAX_PIXELS, refuse_scans, rejecting
 from h5pack.images.geometry import Placement
 from h5pack.images.headers import DecodePath, ImageHeader, is_incomplete
 from h5pack.images.masks import PADDING, read_mask
@@ -276,7 +276,7 @@ class CropDecoder:
                 data, "RGB", fastdct=True, fastupsample=True, min_height=lowest, min_width=narrowest, min_factor=2
             )
         except Exception:  # simplejpeg is not installed, or broken, or cannot decode this image.
-            with Image.open(io.BytesIO(data)) as image:
+            with rejecting(), Image.open(io.BytesIO(data)) as image:
                 image.draft("RGB", (narrowest, lowest))
                 small = np.array(image.convert("RGB"))  # torch needs a writable array.
         scale = [one / other for one, other in zip(small.shape[:2], (header.height, header.width), strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import re
+import sys
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -377,6 +378,15 @@ def test_rows_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
         assert caught.value.rows == (row,)
 
 
+@pytest.fixture(params=["simplejpeg", "Pillow only"])
+def _reduced_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode JPEGs at a fraction of their size with each of the two packages."""
+    if request.param == "Pillow only":
+        monkeypatch.setattr(decoding, "decode_top", lambda *_: None)
+        monkeypatch.setitem(sys.modules, "simplejpeg", None)
+
+
+@pytest.mark.usefixtures("_reduced_by")
 def test_an_inexact_crop_is_nearly_the_same(tmp_path: Path) -> None:
     large = [encode(pixels(number, (300, 400)), quality=90) for number in range(4)]
     path = write_kept(tmp_path / "k.h5", large)
@@ -391,6 +401,24 @@ def test_an_inexact_crop_is_nearly_the_same(tmp_path: Path) -> None:
     # No fraction of the size is enough for this one.
     crop = h5pack.RandomResizedCrop(200)
     assert torch.equal(images(True, crop), images(False, crop))
+
+
+@pytest.mark.usefixtures("_reduced_by")
+@pytest.mark.parametrize("damage", ["truncated", "tables"])
+def test_damaged_rows_of_inexact_crops_are_named(tmp_path: Path, damage: str) -> None:
+    data = encode(pixels(0, (300, 400)), quality=90)
+    path = write_kept(tmp_path / "k.h5", [data, encode(pixels(1, (90, 70)))])
+    tables = data.index(b"\xff\xc4") + 5
+    with h5py.File(path, "r+") as file:
+        if damage == "truncated":
+            file["encoded/data"][len(data) // 2 : len(data)] = 0
+        else:
+            file["encoded/data"][tables : tables + 16] = 255
+    dataset = h5pack.H5Dataset(path, decode=h5pack.CenterCrop(32, resize=40), exact=False)
+    for read in (lambda: dataset[0], lambda: list(h5pack.H5Loader(dataset, 2))):
+        with pytest.raises(DamagedRowsError) as caught:
+            read()
+        assert caught.value.rows == (0,)
 
 
 def test_a_key_survives_pickling() -> None:
