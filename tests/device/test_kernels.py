@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from h5pack.data import draws as data_draws
 from h5pack.data.draws import BatchKey
 from h5pack.device.augment import DRAW_ROWS, Augmentation, AugmentationDraws, ColorJitter, draw_augmentation
 from h5pack.device.normalize import Normalize
@@ -148,6 +149,17 @@ def check_draws(device: str = "cpu") -> None:
         assert found.geometry.is_contiguous(), "the images' kernel needs no copy of these draws"
     none = draw.draw(BatchKey(rows[:0], 0), 0, options, 13, 11).color
     assert none.shape == (12, 0)
+    # Batches may have images of any number of sizes, and what is kept of each size is small.
+    cached = [draw_bytes(RandomResizedCrop(8), 13, width, device) for width in range(11, 15)]
+    assert all(0 < other - one < 1_000 for one, other in itertools.pairwise(cached))
+
+
+def draw_bytes(crop: RandomResizedCrop, height: int, width: int, device: str) -> int:
+    """Draw windows in images of one size, and return the size of all cached tables in bytes."""
+    from h5pack.device.kernels import draw
+
+    draw.draw(BatchKey(torch.arange(2, device=device), 0), 0, Augmentation(crop=crop), height, width)
+    return sum(table.nbytes for table in data_draws._cached_tables.values())
 
 
 def check_wide_strides() -> None:

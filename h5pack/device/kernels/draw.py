@@ -69,6 +69,7 @@ def draw(key: BatchKey, seed: int, augmentation: Augmentation, height: int, widt
         cached_table((augmentation, height, width), device, lambda: _settings(augmentation, height, width)),
         side_tables(augmentation.erase_scale, augmentation.erase_ratio, device) if augmentation.erase else rows,
         rows if crop is None else _window_table(crop, height, width, device),
+        rows if crop is None else side_tables(crop.scale, crop.ratio, device),
         color_table(device) if is_colored else rows,
         count,
         key_base(key, seed),
@@ -101,12 +102,11 @@ def _settings(augmentation: Augmentation, height: int, width: int) -> torch.Tens
 
 
 def _window_table(crop: RandomResizedCrop, height: int, width: int, device: torch.device) -> torch.Tensor:
-    """Return the image's size, the square root of its area, the fallback window and `side_tables`, int64, (n,)."""
+    """Return the image's size, the square root of its area, and the fallback window: int64, (7,)."""
 
     def make() -> torch.Tensor:
-        sizes = [height, width, fixed_root(height * width), *crop.fallback(height, width)]
-        numbers = torch.tensor(sizes, device="cpu")
-        return torch.cat([numbers, side_tables(crop.scale, crop.ratio, numbers.device).flatten()])
+        numbers = [height, width, fixed_root(height * width), *crop.fallback(height, width)]
+        return torch.tensor(numbers, device="cpu")
 
     return cached_table((crop, height, width), device, make)
 
@@ -182,10 +182,10 @@ def _draw_boxes(line, here, samples, state, number, settings, boxes):  # type: i
 
 
 @triton.jit
-def _draw_windows(line, here, samples, state, number, table):  # type: ignore[no-untyped-def]
+def _draw_windows(line, here, samples, state, number, table, sides):  # type: ignore[no-untyped-def]
     """Draw the crop window of each sample, as `data.draws.crop_windows` does, and store it."""
     height, width, root = tl.load(table), tl.load(table + 1), tl.load(table + 2)
-    chosen, wide, tall = _first_that_fits(state, number, table + 7, root, width, height, 1)
+    chosen, wide, tall = _first_that_fits(state, number, sides, root, width, height, 1)
     fits, place = chosen >= 0, number + 4 * chosen
     top, left = _below(_word(state, place + 2), height - tall + 1), _below(_word(state, place + 3), width - wide + 1)
     tl.store(line + _TOP * samples, tl.where(fits, top, tl.load(table + 3)).to(tl.int32), mask=here)
@@ -221,12 +221,12 @@ def _draw_colors(line, here, samples, state, number, settings, table):  # type: 
 # Do not compile the kernel again if the values or the alignment of these arguments change between batches.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
-        "block", "rows", "repeats", "settings", "boxes", "windows", "table",
+        "block", "rows", "repeats", "settings", "boxes", "windows", "sides", "table",
         "samples", "base", "crop_base", "color_base", "repeat",
     ]
 )  # fmt: skip
 def _draw_kernel(  # type: ignore[no-untyped-def]
-    block, rows, repeats, settings, boxes, windows, table, samples, base, crop_base, color_base, repeat,
+    block, rows, repeats, settings, boxes, windows, sides, table, samples, base, crop_base, color_base, repeat,
     REPEATED: tl.constexpr, RESIZES: tl.constexpr, ERASES: tl.constexpr, COLORS: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(0) * SAMPLES + tl.arange(0, SAMPLES)
@@ -243,7 +243,7 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
     tl.store(line + _FLIP * samples, flips.to(tl.int32), mask=here)
     tl.store(line + _VERTICAL_FLIP * samples, vertical_flips.to(tl.int32), mask=here)
     if RESIZES:
-        _draw_windows(line, here, samples, _mixed((row ^ crop_base.to(tl.int64)) + _GAMMA), number, windows)
+        _draw_windows(line, here, samples, _mixed((row ^ crop_base.to(tl.int64)) + _GAMMA), number, windows, sides)
     else:
         top = _in_range(_word(state, number + _TOP_WORD), settings + _TOPS)
         left = _in_range(_word(state, number + _LEFT_WORD), settings + _LEFTS)
