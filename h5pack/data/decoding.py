@@ -63,13 +63,13 @@ class DrawnIndex(int):
     key: DrawKey
 
     @classmethod
-    def of(cls, indices: Iterable[int], key: DrawKey) -> list[int]:
+    def of(cls, indices: Iterable[int], key: DrawKey) -> list[DrawnIndex]:
         """Return the indices as `DrawnIndex`, each with its key."""
         found = [cls(index) for index in indices]
         repeats = key.repeat.tolist() if isinstance(key.repeat, torch.Tensor) else None
         for position, made in enumerate(found):
             made.key = key if repeats is None else replace(key, repeat=repeats[position])
-        return list(found)
+        return found
 
 
 def key_of(indices: Sequence[Any]) -> DrawKey:
@@ -249,7 +249,7 @@ class CropDecoder:
         if header.decode_path != DecodePath.PILLOW and not is_incomplete(data):
             if height * width <= MAX_SHARE * header.height * header.width:
                 decoder = region_decoder(header.decode_path)
-                found = None if decoder is None else decoder.decode(data, header, steps.window)
+                found = None if decoder is None else decoder.decode(data, steps.window)
             if found is None:
                 found = decode_top(data, header, steps.window)
         if found is not None:

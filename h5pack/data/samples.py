@@ -74,7 +74,6 @@ class Sample:
     """Base class of samples: named tuples with `image`, `label` and `row` in the singular, unlike `Batch`."""
 
     __slots__ = ()
-    _fields: tuple[str, ...]
 
     def __reduce__(self: Any) -> Any:
         return _new_sample, (self._batch_fields, self._lists, tuple(self))
@@ -83,7 +82,6 @@ class Sample:
 class Batch:
     """Base class of batches, which are named tuples. A batch of a DataLoader's worker is sent in shared memory."""
 
-    _fields: tuple[str, ...]
     _shared: SharedBatch | None = None
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:

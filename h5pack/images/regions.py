@@ -71,7 +71,7 @@ class RegionDecoder:
             backends=[nvimgcodec.Backend(nvimgcodec.BackendKind.CPU_ONLY)],
         )
 
-    def decode(self, data: bytes, header: ImageHeader, window: Window) -> Pixels | None:
+    def decode(self, data: bytes, window: Window) -> Pixels | None:
         """Return the pixels of a window within the image, uint8 (height, width, 3), or None if decoding fails."""
         codec, (top, left, height, width) = self._codec, window
         if width == 1:
@@ -133,7 +133,7 @@ def _thread_decoder() -> RegionDecoder:
 
 def _decode_region(data: bytes, header: ImageHeader, window: Window) -> Pixels | None:
     with held_stderr():  # nvImageCodec writes messages about libraries that it does not need here.
-        return _thread_decoder().decode(data, header, window)
+        return _thread_decoder().decode(data, window)
 
 
 @functools.cache

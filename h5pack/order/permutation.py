@@ -40,7 +40,7 @@ class Permutation:
     def __init__(self, count: int, key: int) -> None:
         self.count = count
         self._table = shuffled(count, key) if count <= TABLE_ROWS else None
-        half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
+        half = (max(count - 1, 1).bit_length() + 1) // 2
         self._half = np.uint64(half)
         self._low = np.uint64((1 << half) - 1)
         self._keys = [np.uint64(derive_key(key, number)) for number in range(_ROUNDS)]

@@ -114,7 +114,7 @@ class RowRange(RowSet):
         # In the first and the last chunk, some rows may belong to other splits or be past the end of the dataset.
         after = (self._chunk + self.chunk_count) * chunk_rows - stop
         ends = [(0, start - self._chunk * chunk_rows), (self.chunk_count - 1, after)]
-        self.short_chunks: list[tuple[int, int]] | None = ends if self.count else []
+        self.short_chunks = ends if self.count else []
 
     def max_rows(self, chunks: int) -> int:
         return chunks * self.chunk_rows

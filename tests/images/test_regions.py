@@ -87,7 +87,7 @@ def test_single_columns_and_rows_have_the_pixels_of_the_whole_image(kind: str) -
     expected = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     columns = [(0, left, 35, width) for width in (1, 2) for left in range(50 - width + 1)]
     for top, left, height, width in [*columns, *((top, 0, 1, 50) for top in range(35))]:
-        found = decoder.decode(data, header, (top, left, height, width))
+        found = decoder.decode(data, (top, left, height, width))
         if found is not None:
             assert np.array_equal(found, expected[top : top + height, left : left + width]), (top, left)
         assert (found is None) == (width == 1)
