@@ -59,7 +59,8 @@ def test_a_center_crop_is_where_torchvision_has_it() -> None:
 
 def test_images_that_cannot_be_resized_are_refused() -> None:
     check_image_size(CenterCrop(224, resize=256), 4000, 6000)
-    for crop, size in ((CenterCrop(224, resize=256), (2, 10_000)), (RandomResizedCrop(8), (0, 5))):
+    center = CenterCrop(224, resize=256)
+    for crop, size in ((center, (2, 10_000)), (center, (10_000, 2)), (RandomResizedCrop(8), (0, 5))):
         with pytest.raises(OptionsError) as caught:
             check_image_size(crop, *size)
         assert caught.value.parameters == ("crop",)

@@ -76,6 +76,25 @@ def test_boxes_are_clipped_and_points_are_not() -> None:
     points = np.array([[1, 2, 2], [4, 3, 2], [6, 3, 1]], np.float64)
     assert moved("keypoints", points) == [[1, 2, 2], [-1, 3, 0], [1, 3, 1]]
     assert moved("keypoints", points[:, :2]) == [[1, 2], [-1, 3], [1, 3]]
+    # The first image keeps its size: points on its border are visible.
+    points = np.array([[0, 0, 2], [10, 10, 2], [0.5, 9.5, 1], [10.5, 3, 2], [3, -0.5, 2]])
+    found = placement.moved(RaggedRows("keypoints", points, np.array([0, 5, 5]))).data
+    assert found.tolist() == [[0, 0, 2], [10, 10, 2], [0.5, 9.5, 1], [10.5, 3, 0], [3, -0.5, 0]]
+
+
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_boxes_of_a_padded_line_are_on_the_line(is_wide: bool) -> None:
+    """The line is thinner than one pixel when it is resized, but has one."""
+    size = (2, 200) if is_wide else (200, 2)
+    out = np.empty((10, 10, 3), np.uint8)
+    decoder = Decoder(PixelOptions(10, 10, resize=True, fit="pad"))
+    decoder.decode(np.full((*size, 3), 255, np.uint8), DecodePath.PILLOW, out)
+    heights, widths = (np.array([side], np.int32) for side in size)
+    (box,) = Placement.of(heights, widths, 10, 10, "pad").boxes(np.array([[0, 0, size[1], size[0]]], np.float64))
+    left, top, right, bottom = box.astype(int).tolist()
+    assert (right - left) * (bottom - top) == 10
+    assert (out[top:bottom, left:right] == 255).all()
+    assert int(out.sum()) == 10 * 3 * 255
 
 
 def test_images_that_are_small_enough_do_not_move() -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 from h5pack.errors import RejectedImageError
 from h5pack.images.decode import MAX_PIXELS, Decoder, PixelOptions, Upright
 from h5pack.images.headers import TURNS, DecodePath
-from h5pack.images.masks import MaskDecoder, narrow_mask, read_mask_header
+from h5pack.images.masks import MaskDecoder, as_stored, gray_mask, narrow_mask, read_mask_header
 from tests.read.encoded_files import encode, oriented
 
 
@@ -96,6 +96,14 @@ def test_a_mask_is_turned_with_its_image(value: int, own: bool) -> None:
         assert np.array_equal(mask, upright), "a mask of the upright size is upright already"
 
 
+@pytest.mark.parametrize("value", range(1, 9))
+def test_the_orientation_turns_a_mask_as_it_is_stored_upright(value: int) -> None:
+    upright = np.arange(12 * 18, dtype=np.uint8).reshape(12, 18)
+    stored = Image.fromarray(as_stored(upright, value))
+    turned = stored.transpose(TURNS[value]) if value in TURNS else stored
+    assert np.array_equal(np.asarray(turned), upright)
+
+
 def test_a_tiff_that_pillow_turns_itself_turns_its_mask() -> None:
     numbers = np.arange(12 * 12, dtype=np.uint8).reshape(12, 12)
     decoder = Decoder(PixelOptions(12, 12))
@@ -172,3 +180,11 @@ def test_numbers_that_need_64_bits_are_no_mask(dtype: str, number: int) -> None:
         narrow_mask(np.array([[0, number]], dtype))
     inside = number - 1 if 0 < number < 2**32 else number + 1 if number < 0 else 2**31 - 1
     assert narrow_mask(np.array([[inside]], dtype)).tolist() == [[inside]]
+
+
+def test_gray_masks_have_at_most_16_bits() -> None:
+    for numbers, dtype in ((np.array([[0, 255]], np.uint8), np.uint8), (np.array([[0, 65_535]], np.int32), np.uint16)):
+        np.testing.assert_array_equal(gray_mask(numbers), numbers.astype(dtype), strict=True)
+    for number in (-1, 65_536):
+        with pytest.raises(RejectedImageError):
+            gray_mask(np.array([[0, number]], np.int32))
