@@ -43,7 +43,7 @@ class Placement:
         if fit == "stretch":
             return cls(new / old, np.zeros_like(old), new)
         ratio, wanted = old[:, 0] / old[:, 1], width / height
-        wide = ratio >= wanted if fit == "crop" else ratio > wanted
+        wide = ratio >= wanted
         if fit == "crop":
             # As in ImageOps.fit, the crop around the center may begin at a fraction of a pixel.
             crop = old.copy()
