@@ -24,11 +24,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "progressive": {"subsampling": 2, "progressive": True},
     "restarts": {"subsampling": 2, "restart_marker_blocks": 3},
     "comment": {"subsampling": 2, "comment": b"\xff\xc0\xff\xd9", "optimize": True},
+    "fill bytes": {"subsampling": 2},
 }
 
 
 def jpeg(kind: str, size: tuple[int, int]) -> bytes:
-    return encode(pixels(3, size, 1 if kind == "gray" else 3), quality=88, **KINDS[kind])
+    data = encode(pixels(3, size, 1 if kind == "gray" else 3), quality=88, **KINDS[kind])
+    return data.replace(b"\xff\xc0", b"\xff\xff\xff\xc0", 1) if kind == "fill bytes" else data
 
 
 @pytest.mark.parametrize("kind", KINDS)
