@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset
 
 import h5pack
-from h5pack.device.batch import images_of, is_echoed, mark_echoed, repeats_of, unmark_echoed
+from h5pack.device.batch import images_of, is_echoed, mark_echoed, repeats_of, rows_of, unmark_echoed
 from h5pack.errors import OptionsError
 from tests.data.packs import same
 from tests.device.feeds import Keyed, every_feed, h5_loader
@@ -50,6 +50,17 @@ def elements(batch: Any) -> list[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         return [batch]
     return list(batch.values() if hasattr(batch, "values") else batch)
+
+
+def test_row_numbers_are_an_element_named_rows_or_the_last_one() -> None:
+    images, rows = torch.arange(12).reshape(3, 4), torch.arange(3)
+    with_rows = [batch for kind, batch in batches().items() if kind != "tensor"]
+    for batch in (*with_rows, [rows, images, rows], (images, None, rows)):
+        assert rows_of(batch) is (batch["rows"] if isinstance(batch, Mapping) else batch[-1])
+    Labeled = namedtuple("Labeled", "images labels")
+    others = (images, [rows], (rows, images), [rows, rows.int()], [rows, [0, 1, 2]], {"images": images, "index": rows})
+    for batch in (*others, Labeled(images, rows), {"rows": images}, rows, None, "rows"):
+        assert rows_of(batch) is None
 
 
 @pytest.mark.parametrize("kind", batches())
