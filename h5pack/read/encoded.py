@@ -333,11 +333,14 @@ def index_kept(file: h5py.File, name: str = schema.ENCODED, *, sized: bool = Tru
     if rows and sized:
         pixels = sizes[()].astype(np.int64)
         height, width = (int(side) for side in pixels[0])
-        if min(height, width) < 1 or height * width > MAX_PIXELS:
-            problem = f"gives row 0 the impossible size {height}x{width}; {VERIFY_ADVICE}"
-            raise dataset_error(file.filename, schema.ENCODED_SIZE, problem, (0,))
+        areas = np.prod(np.clip(pixels, 1, MAX_PIXELS), axis=1)
+        impossible = np.flatnonzero((pixels < 1).any(axis=1) | (areas > MAX_PIXELS))
+        if len(impossible):
+            row = int(impossible[0])
+            problem = f"gives row {row} the impossible size {pixels[row, 0]}x{pixels[row, 1]}; {VERIFY_ADVICE}"
+            raise dataset_error(file.filename, schema.ENCODED_SIZE, problem, (row,))
         # Use the mean size, because row 0 may be unusually small or large.
-        pixel_bytes = int(np.clip(np.prod(np.clip(pixels, 1, 65_535), axis=1), 1, MAX_PIXELS).sum()) * 3 // rows
+        pixel_bytes = int(areas.sum()) * 3 // rows
     bytes_index = index_rows(file, data, data_name)
     reason = bytes_index.library_text
     if reason is None and not (bytes_index.raw and bytes_index.complete):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from pathlib import Path
 from typing import Any
@@ -140,10 +141,10 @@ def test_other_damage_is_refused(tmp_path: Path) -> None:
         file["encoded/data"].resize((sum(map(len, rows)) - 1,))
     with pytest.raises(PackFormatError):
         describe_file(path)
-    for size in ((0, 14), (-5, 14), (2**31 - 1, 2**31 - 1)):
+    for row, size in itertools.product((0, 8), ((0, 14), (-5, 14), (2**31 - 1, 2**31 - 1))):
         with pytest.raises(PackFormatError) as caught:
-            describe_file(changed(write_kept(path, rows), "encoded/size", 0, size))
-        assert caught.value.dataset == "encoded/size"
+            describe_file(changed(write_kept(path, rows), "encoded/size", row, size))
+        assert (caught.value.dataset, caught.value.rows) == ("encoded/size", (row,))
     for name, values in {
         "encoded/data": np.zeros((9, 2), np.uint8),
         "encoded/offsets": np.zeros((9, 2), np.int64),
