@@ -112,12 +112,12 @@ class Remedy(Enum):
     FEWER_STEP_THREADS = (
         "PyTorch's {step_threads} threads share the CPUs with the loader and other programs. If one thread is delayed, "
         "the others wait for it. A single thread may be faster or slower: try OMP_NUM_THREADS=1 before the command, or "
-        "torch.set_num_threads(1) in your module."
+        "call torch.set_num_threads(1) in your code."
     )
     ONE_STEP_THREAD = (
         "PyTorch's {step_threads} threads take CPUs from each other and from the loader: with one thread, the training "
-        "is {times:.1f} times as fast. Set OMP_NUM_THREADS=1 before the command, or torch.set_num_threads(1) in your "
-        "module, and measure again."
+        "is {times:.1f} times as fast. Set OMP_NUM_THREADS=1 before the command, or call torch.set_num_threads(1) in "
+        "your code, and measure again."
     )
     OWN_MODEL = "The step is a small built-in network. To measure your own, give `model`."
     USE_IDLE_GPUS = "{others}: train with {gpus} processes, one on each GPU (torchrun)."

@@ -170,7 +170,7 @@ class RowResults:
 
     def __init__(self, rows: int, channels: int, fields: int = 0) -> None:
         self.packed: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)
-        self.settled: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)  # whether a row is packed or rejected
+        self.settled: npt.NDArray[np.bool_] = np.zeros(rows, np.bool_)  # true once a row is packed or rejected
         self.checksums: npt.NDArray[np.uint32] = np.zeros(rows, np.uint32)
         self._field_checksums: npt.NDArray[np.uint32] = np.zeros((fields, rows), np.uint32)
         self._reasons: dict[int, str] = {}

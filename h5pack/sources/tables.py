@@ -326,8 +326,7 @@ def _with_class_names(
         return catalog
     # Read the labels again: `with_columns` made 0 and 1 of only -1 and 1. Beside class names, -1 means no label.
     labels = np.array([int(cell or -1) for cell in table.column(column)], np.int64)
-    if len(labels) and not -1 <= labels.min() <= labels.max() < len(names):
-        found = f"{len(names)} classes, but values from {labels.min()} to {labels.max()}"
-        problem = f"column {column!r} has {found}; name another column with label_columns"
-        raise SourceError.at(files[0].path, problem, "label_columns")
+    for row in np.flatnonzero((labels < -1) | (labels >= len(names)))[:1].tolist():
+        problem = f"column {column!r} contains {labels[row]}, but has {len(names)} classes"
+        raise table.error(row, f"{problem}; name another column with label_columns", "label_columns")
     return replace(catalog, labels=labels, label_names=tuple(map(str, names)))

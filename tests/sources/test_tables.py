@@ -258,8 +258,11 @@ def test_files_that_differ_are_errors(tmp_path: Path) -> None:
         opened(tmp_path / "d")
     assert caught.value.path == str(tmp_path / "d" / "b.parquet")
     labels = {"label": {"_type": "ClassLabel", "names": ["one"]}}
-    with pytest.raises(SourceError):
-        opened(write(tmp_path / "c.parquet", table(range(3), labels)))
+    for number in range(2):
+        write(tmp_path / "c" / f"{number}.parquet", table(range(number + 1), labels))
+    # Row 1 of the second file has label 1.
+    with pytest.raises(SourceError, match="1/00000001"):
+        opened(tmp_path / "c")
 
 
 def test_damaged_files_are_errors_or_rejects(tmp_path: Path) -> None:
