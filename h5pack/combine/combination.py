@@ -85,7 +85,7 @@ class Combination:
             return ()
         indexes = [first.engine.indexes[dataset] for dataset in first.reader.pixel_fields]
         return tuple(
-            PixelRows(one.name, one.kind, index.row_shape, index.native_dtype.str)
+            PixelRows(one.name, one.kind, index.row_shape, index.dtype.str)
             for one, index in zip(first.catalog.pixel_fields, indexes, strict=True)
         )
 

@@ -74,7 +74,7 @@ class Part:
     @property
     def pixel_dtypes(self) -> list[np.dtype[Any]]:
         """Dtypes of the fields of masks and of further images."""
-        return [self.engine.indexes[dataset].native_dtype for dataset in self.reader.pixel_fields]
+        return [self.engine.indexes[dataset].dtype for dataset in self.reader.pixel_fields]
 
     @property
     def index(self) -> ChunkIndex:
