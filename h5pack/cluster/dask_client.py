@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -374,14 +374,14 @@ def _settle(outer: Future[Any], load: Callable[[], Any]) -> None:
         return
     try:
         outer.set_result(load())
-    except (Exception, CancelledError) as error:
+    except Exception as error:
         outer.set_exception(error)
 
 
 def _result_of(inner: Any) -> Any:
     try:
         return pickle.loads(inner.result())
-    except (Exception, CancelledError) as error:
+    except Exception as error:
         from distributed import KilledWorker
 
         if isinstance(error, KilledWorker):
