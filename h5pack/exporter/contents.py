@@ -19,10 +19,11 @@ columns, fields and row order, except for what `Manifest.lost` lists.
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import shlex
 import unicodedata
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -161,13 +162,15 @@ def _make_distinct(
     """
     used = set(map(fold, folders))
     unchanged = {fold(file) for path in paths for file in files_of(path)}
+    # The next number to try for each path, because thousands of files may have the same path.
+    numbers: defaultdict[str, Iterator[int]] = defaultdict(partial(itertools.count, 2))
     for index, path in enumerate(paths):
         files = set(map(fold, files_of(path)))
         if files & used:
             stem, dot, suffix = path.rpartition(".")
-            number = 2
+            number = numbers[path]
             while files & used or files & unchanged:
-                path, number = f"{stem}~{number}{dot}{suffix}", number + 1
+                path = f"{stem}~{next(number)}{dot}{suffix}"
                 files = set(map(fold, files_of(path)))
             paths[index] = path
             yield index

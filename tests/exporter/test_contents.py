@@ -137,6 +137,20 @@ def test_names_that_collide() -> None:
     assert found.renamed == 5
 
 
+def test_the_work_per_file_does_not_grow_with_the_number_of_equal_names() -> None:
+    folded: list[str] = []
+
+    class CountingRules(NameRules):
+        def fold(self, name: str) -> str:
+            folded.append(name)
+            return name
+
+    count = 300
+    found = named(catalog(["a.png"] * count), CountingRules((".png",)))
+    assert list(found.paths) == ["a.png", *(f"a~{number}.png" for number in range(2, count + 1))]
+    assert len(folded) <= 4 * count
+
+
 def test_files_beside_the_images_are_distinct_too() -> None:
     names = ["IMG_1.png", "IMG_1.PNG", "a.jpg/b.png", "a.png", "c.png", "c.png/d.png", "c~2.png"]
     fields = tuple(PixelField(name, kind, NameTable.of(names)) for name, kind in (("m", "mask"), ("right", "image")))
