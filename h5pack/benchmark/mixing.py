@@ -209,8 +209,11 @@ def mixing_report(
         raise OptionsError(problem, parameters=("batch_size",))
     compared = _windows(rows, plan.window, windows)
     name = base.label_name
-    integer = name is not None and base.engine.indexes[name].dtype.kind in "iu"
-    labels = _LabelTable(base, name, rows) if name is not None and integer else None
+    labels = None
+    if name is not None:
+        index = base.engine.indexes[name]
+        # A table without columns, (N, 0), has no labels to count.
+        labels = _LabelTable(base, name, rows) if index.dtype.kind in "iu" and index.row_bytes else None
     plans = [replace(plan, window=number) for number in compared]
     plans += [replace(plan, shuffle="full"), replace(plan, shuffle=False)]
     runs = _sampled_runs(plan.num_batches, max(_RUNS, MAX_BATCHES // epochs))

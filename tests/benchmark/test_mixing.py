@@ -180,7 +180,10 @@ def test_large_windows_are_tried_when_they_are_named(ordered: H5Dataset, monkeyp
     assert mixing_report(ordered, 50, window=1_000, epochs=2, windows=(1,)).window == 50
 
 
-@pytest.mark.parametrize("labels", [None, np.random.default_rng(0).normal(size=1_000)])
+NO_COLUMNS = np.empty((1_000, 0), np.int64)
+
+
+@pytest.mark.parametrize("labels", [None, np.random.default_rng(0).normal(size=1_000), NO_COLUMNS])
 def test_without_labels_there_is_no_label_distance(tmp_path: Path, labels: npt.NDArray[Any] | None) -> None:
     report = mixing_report(packed(tmp_path, labels), 50, epochs=2)
     assert (report.expected_distance, report.allowed_distance, report.enough_window) == (None, None, None)
