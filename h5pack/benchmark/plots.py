@@ -77,7 +77,7 @@ def check_plot_file(path: str | os.PathLike[str]) -> None:
         raise OptionsError(problem) from error
 
 
-def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int = 150) -> None:
+def save_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int) -> None:
     """Write a matplotlib figure atomically, also through a symbolic link. Equal figures give byte-identical files."""
     from matplotlib import rc_context
 
