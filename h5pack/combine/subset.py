@@ -77,6 +77,7 @@ def subset(
     --------
     >>> h5pack.subset("all.h5", "small.h5", splits="train", sample=1000)  # doctest: +SKIP
     """
+    seed = whole_number("seed", seed, 0, 2**63 - 1)
     target, part = output_path(out), open_part(pack)
     require_other_files([target], part.reader.paths())
     merged = merge([part])
@@ -93,7 +94,7 @@ def subset(
         chosen &= _of_rows(part, rows)
     order = np.flatnonzero(chosen)
     if sample is not None:
-        sample, seed = whole_number("sample", sample, 1), whole_number("seed", seed, 0, 2**63 - 1)
+        sample = whole_number("sample", sample, 1)
         order = np.sort(order[shuffled(len(order), seed)[:sample]])
     if not len(order):
         problem = "no row matches the given splits, classes and rows; choose others"

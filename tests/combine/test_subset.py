@@ -103,6 +103,7 @@ def test_wrong_calls(tmp_path: Path) -> None:
         ({"rows": [[0], [1, 2]]}, OptionsError), ({"rows": "0:2:4"}, OptionsError),
         ({"sample": 0}, OptionsError), ({"sample": 3, "seed": -1}, OptionsError), ({"rows": "2:2"}, NoImagesError),
         ({"splits": "val", "rows": [0]}, NoImagesError), ({"rows": []}, NoImagesError),
+        ({"seed": -1}, OptionsError), ({"seed": "1"}, OptionsError),
     ):  # fmt: skip
         with pytest.raises(kind):
             h5pack.subset(path, tmp_path / "o.h5", **settings)  # type: ignore[arg-type]
