@@ -45,7 +45,7 @@ from h5pack.benchmark.sweep import Sweep
 from h5pack.errors import OptionsError
 from h5pack.pack.options import parse_size
 from h5pack.system.machine import available_cpus, available_memory, load_average, machine_facts
-from h5pack.system.parameters import flags
+from h5pack.system.parameters import flags, invalid
 from h5pack.system.progress import progress_bar
 
 _MAX_THREADS = 4
@@ -168,7 +168,10 @@ def make_settings(**keywords: Any) -> BenchSettings:
         values = keywords[name]
         # Arrays and tensors without axes are Iterable, too, but iterating over them fails.
         is_several = isinstance(values, Iterable) and not isinstance(values, str) and getattr(values, "ndim", True)
-        keywords[name] = tuple(dict.fromkeys(values)) if is_several else (values,)
+        try:
+            keywords[name] = tuple(dict.fromkeys(values)) if is_several else (values,)
+        except TypeError as error:  # A list in a list is not hashable.
+            raise invalid(name, values, "give one value, or a list of values") from error
     if keywords.get("size") is not None:
         keywords["size"] = parse_size(keywords["size"])
     return BenchSettings(**keywords)

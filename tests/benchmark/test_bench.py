@@ -230,7 +230,8 @@ def test_one_value_or_several_make_the_same_settings() -> None:
 
 
 def test_invalid_keywords_are_refused_before_packing(folder: Path, tmp_path: Path) -> None:
-    for keywords in ({"plot": tmp_path / "none" / "a.png"}, {"seconds": -1}):
+    nested: dict[str, Any] = {"batch_size": [[1]]}
+    for keywords in ({"plot": tmp_path / "none" / "a.png"}, {"seconds": -1}, nested):
         with pytest.raises(OptionsError):
             h5pack.bench(folder, scratch=tmp_path, **keywords)
     assert os.listdir(tmp_path) == []
