@@ -176,14 +176,14 @@ def _external_files(dataset: h5py.Dataset) -> frozenset[SourceFile]:
         return frozenset()
     folder = os.environ.get("HDF5_EXTFILE_PREFIX", "")
     if folder.startswith("${ORIGIN}"):
-        folder = os.path.dirname(absolute_path(dataset.file.filename)) + folder.removeprefix("${ORIGIN}")
+        folder = f"{os.path.dirname(absolute_path(dataset.file.filename))}/{folder.removeprefix('${ORIGIN}')}"
     refuse = partial(dataset_error, dataset.file.filename, dataset.name.lstrip("/"))
     left = math.prod(dataset.shape or ()) * dataset.id.get_type().get_size()
     files: set[SourceFile] = set()
     for name, offset, size in dataset.external:
         count = min(size, left)
         left -= count
-        path = os.path.abspath(os.path.join(folder, name))
+        path = absolute_path(os.path.join(folder, name))
         if not os.path.isfile(path):
             if os.path.exists(path) and not os.path.isdir(path):  # HDF5 would wait for a pipe.
                 raise refuse(f"has its data in {path}, which is not a regular file; restore that file")

@@ -235,11 +235,14 @@ def test_external_storage_is_found_where_hdf5_looks_for_it(tmp_path: Path, monke
     monkeypatch.chdir(current)
     with pytest.raises(PackFormatError, match=r"current/a\.raw"):
         describe_file(folder / "f.h5")
-    for prefix in ("${ORIGIN}", "../folder", str(folder)):
+    (folder / "inner").mkdir()
+    (current / "link").symlink_to("../folder/inner")  # So "link/.." is `folder`.
+    prefixes = ("${ORIGIN}", "${ORIGIN}inner/..", "${ORIGIN}/inner/..", "../folder", "link/..", str(folder))
+    for prefix in prefixes:
         monkeypatch.setenv("HDF5_EXTFILE_PREFIX", prefix)
         assert {one.path for one in described(folder / "f.h5").indexes["images"].files} == {str(folder / "a.raw")}
     code = "import sys, h5py; sys.stdout.buffer.write(h5py.File(sys.argv[1])['images'][()].tobytes())"
-    for prefix, expected in (("${ORIGIN}", ROWS.tobytes()), ("", ROWS.tobytes()[:-1] + b"\0")):
+    for prefix, expected in (*((prefix, ROWS.tobytes()) for prefix in prefixes), ("", ROWS.tobytes()[:-1] + b"\0")):
         monkeypatch.setenv("HDF5_EXTFILE_PREFIX", prefix)
         assert subprocess.check_output([sys.executable, "-c", code, str(folder / "f.h5")]) == expected
 
