@@ -101,7 +101,10 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
                 raise
             advice = f"bench has no {' or '.join(missing)}: make a pack with 'h5pack convert', and measure that"
             problem = f"{error}; {advice}"
-            raise type(error)(problem, path=error.path, dataset=error.dataset, parameters=error.parameters) from error
+            # Of the public classes, because subclasses may be constructed from other arguments.
+            kind = next(one for one in (NoImagesError, SizesDifferError, SourceError) if isinstance(error, one))
+            where: dict[str, Any] = {"path": error.path, "dataset": error.dataset, "rows": error.rows}
+            raise kind(problem, **where, parameters=error.parameters) from error
         if is_full:
             problem = f"temporary files do not fit; make room, raise 'ulimit -f', or {_LESS_SPACE}"
             raise NoSpaceError.at(folder, problem, "scratch=FOLDER") from error

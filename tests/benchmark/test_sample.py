@@ -15,10 +15,11 @@ import h5py
 import numpy as np
 import pytest
 
+import h5pack
 from h5pack.benchmark import sample as sample_module
 from h5pack.benchmark.cases import BenchSettings
 from h5pack.benchmark.sample import BenchSample, _Packer, find_input, make_sample, scratch_folder, usual_sizes
-from h5pack.errors import H5PackError, NoSpaceError, OptionsError, SourceError, WorkerError
+from h5pack.errors import H5PackError, NoImagesError, NoSpaceError, OptionsError, SourceError, WorkerError
 from h5pack.pack import conversion
 from h5pack.pack.conversion import Conversion
 from h5pack.sources.detect import open_source
@@ -247,6 +248,16 @@ def test_parameters_that_only_convert_has_come_with_advice(
         find_input(path, scratch, BenchSettings(source_kind=kind))
     assert (caught.value.path, caught.value.parameters) == (str(path), parameters)
     assert type(caught.value) is type(caught.value.__cause__)
+
+
+def test_that_advice_keeps_the_kind_and_the_rows_of_an_error(tmp_path: Path) -> None:
+    path = hdf5_file(tmp_path / "f.h5", images=np.full((4, 8, 8, 3), np.nan, np.float32))
+    with pytest.raises(NoImagesError, match="bench has no value_range") as caught, scratch_folder(tmp_path) as scratch:
+        h5pack.convert(path, scratch / "o.h5", num_workers=1)
+    assert caught.value.parameters == ("value_range",)
+    with pytest.raises(SourceError) as found, scratch_folder(tmp_path):
+        raise SourceError.at(path, "needs root", "root", dataset="images", rows=(3,))
+    assert (found.value.dataset, found.value.rows) == ("images", (3,))
 
 
 def test_parameters_that_bench_has_come_without_it(tmp_path: Path) -> None:
