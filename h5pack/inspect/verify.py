@@ -240,7 +240,7 @@ def _inspect(path: str) -> _Structure | None:
             return None
         require_complete(file)
         if schema.IMAGES not in file and schema.ENCODED in file:
-            index = index_kept(file)
+            index = index_kept(file, sized=False)  # The size of each row is checked below.
             found = _Structure(index.rows)
             _add_kept(file, index, found)
         else:
@@ -253,7 +253,7 @@ def _inspect(path: str) -> _Structure | None:
             field = file[name]
             if is_mask_group(file, name):
                 try:
-                    _add_kept(file, index_kept(file, name), found)
+                    _add_kept(file, index_kept(file, name, sized=False), found)
                 except PackFormatError as error:
                     found.seen.add(name)
                     found.problems.append(_problem(file.filename, error))

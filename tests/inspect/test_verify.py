@@ -147,6 +147,10 @@ def test_kept_images_whose_stored_size_is_another_one_are_damaged(tmp_path: Path
         file["encoded/size"][3, 1] += 1
     report = h5pack.verify(tmp_path / "o.h5")
     assert (report.problems, report.damaged) == ((), {"encoded": [3]})
+    with h5py.File(tmp_path / "o.h5", "r+") as file:
+        file["encoded/size"][2] = 0  # A dataset refuses the file, but all damaged rows are named.
+    report = h5pack.verify(tmp_path / "o.h5")
+    assert (report.problems, report.damaged) == ((), {"encoded": [2, 3]})
 
 
 @pytest.mark.parametrize(
