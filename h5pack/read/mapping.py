@@ -128,7 +128,7 @@ class FileMapping:
         """Record, for `ready`, that file `number` stores all its rows of a dataset within ``bytes[start:stop]``."""
         self._begins[number] = min(int(self._begins[number]), start // mmap.PAGESIZE * mmap.PAGESIZE)
         self._stops[number] = max(int(self._stops[number]), stop)
-        self._checked[1][[start // _BLOCK, (stop - 1) // _BLOCK]] = -np.inf
+        self._checked[1][start // _BLOCK : -(-stop // _BLOCK)] = -np.inf
 
     def ready(self, starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]) -> bool:
         """Make sure that extents of `bytes` can be read without waiting; return False if preadv must be used instead.

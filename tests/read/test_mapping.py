@@ -16,10 +16,10 @@ import pytest
 
 from h5pack.errors import PackChangedError
 from h5pack.read import mapping
-from h5pack.read.mapping import MappedDataset
-from h5pack.read.storage import FileIdentity, SourceFile
+from h5pack.read.mapping import FileMapping, MappedDataset
+from h5pack.read.storage import FileIdentity, SourceFile, Storage
 from h5pack.system.files import cached_pages, drop_cache, file_system_type, make_hot
-from tests.read.files import STORAGES, engine_of, in_child, numbers, write
+from tests.read.files import STORAGES, Mapped, engine_of, in_child, numbers, write, write_virtual
 
 ROWS, SHAPE = 200, (64, 64, 3)
 
@@ -137,6 +137,36 @@ def test_blocks_between_wanted_ones_are_not_checked(tmp_path: Path, monkeypatch:
     for start, stop in zip(found.offsets(rows), ends, strict=True):
         assert any(low <= start and stop <= high for low, high in spans)
     assert sum(high - low for low, high in spans) <= 6 * 65_536
+
+
+def test_own_datasets_share_a_mapping_that_no_virtual_dataset_uses(tmp_path: Path) -> None:
+    path = tmp_path / "v.h5"
+    write(tmp_path / "f.h5", numbers((ROWS, *SHAPE), "u1"), "contiguous")
+    values = write(path, numbers((ROWS, *SHAPE), "u1", seed=1), "contiguous", name="y")
+    write_virtual(path, (ROWS, *SHAPE), Mapped(slice(None), "f.h5", (ROWS, *SHAPE)), name="v")
+    with h5py.File(path, "a") as file:
+        file["z"] = values
+    engine, rows = engine_of(path, "v", "y", "z"), np.arange(ROWS)
+    virtual, *own = (engine.mapped(name) for name in ("v", "y", "z"))
+    assert own[0].mapping is own[1].mapping is not virtual.mapping
+    make_hot(path)
+    for found in own:
+        assert found.ready(rows, rows)
+        assert np.array_equal(copied(found, rows).reshape(values.shape), values)
+
+
+def test_blocks_are_loaded_again_once_more_of_them_holds_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapping, "_BLOCK", 65_536)
+    path = tmp_path / "f.h5"
+    path.write_bytes(bytes(4 * 65_536))
+    shared = FileMapping.open([Storage(str(path), FileIdentity.of(str(path)))], [0])
+    loaded: list[tuple[int, int]] = []
+    monkeypatch.setattr(shared, "_load", lambda _, start, stop, **__: loaded.append((start, stop)) or True)
+    # The chunks of two datasets alternate.
+    for start, stop in ((0, 100_000), (4_096, 200_000)):
+        shared.add_rows(0, start, stop)
+        assert shared.ready(np.array([start]), np.array([stop]))
+    assert loaded == [(0, 100_000), (0, 200_000)]
 
 
 @pytest.fixture
