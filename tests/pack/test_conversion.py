@@ -860,6 +860,7 @@ REPEATED = TABLE + "00001.jpg,dog,m/1.png,b\n"
         (TABLE, TABLE.replace("1.jpg,dog", "1.jpg,cat")),
         (TABLE, TABLE.replace(",b", ",c")),
         (REPEATED, REPEATED.replace("2.jpg,dog", "2.jpg,cat")),
+        (REPEATED, REPEATED.replace("1.jpg,dog", "1.jpg,cat")),
         (REPEATED, REPEATED.replace("m/2.png,b", "m/2.png,c")),
         (REPEATED, REPEATED.replace("cat", "x").replace("dog", "cat").replace("x,", "dog,")),
     ],
@@ -882,7 +883,7 @@ def test_a_finished_output_of_a_changed_table_is_not_complete(tmp_path: Path, ta
 def test_an_output_that_appears_during_the_run_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out, rejects = flat_folder(tmp_path / "in", 6), tmp_path / "o.h5", tmp_path / "o.h5.rejects.csv"
     (source / "empty.png").touch()
-    complete = finish.complete
+    complete = MagicMock(side_effect=finish.complete)
 
     def meanwhile(*arguments: Any) -> None:
         complete(*arguments)
@@ -896,6 +897,7 @@ def test_an_output_that_appears_during_the_run_is_kept(tmp_path: Path, monkeypat
             h5pack.convert(source, out, **quick(resume=resume))
         assert "overwrite=True" in caught.value.parameters
         assert (out.read_bytes(), rejects.read_text()) == (b"precious", "other")
+    assert complete.call_count == 1
     monkeypatch.undo()
     assert h5pack.convert(source, out, **quick(resume=True, overwrite=True)).images == 6
     assert h5pack.verify(out).ok

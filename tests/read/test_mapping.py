@@ -246,9 +246,12 @@ def test_a_file_that_became_shorter_is_not_loaded(cold: tuple[Any, MappedDataset
     assert not found.load(rows, rows)
 
 
-def test_a_file_system_without_mappings_is_read_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("storage", ["rows", "virtual"])
+def test_a_file_system_without_mappings_is_read_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
     path = tmp_path / "f.h5"
-    write(path, numbers((ROWS, *SHAPE), "u1"), "rows")
+    write(path, numbers((ROWS, *SHAPE), "u1"), storage)
     monkeypatch.setattr(mapping, "_mmap", Mock(side_effect=OSError(19, "No such device")))
     assert engine_of(path).mapped("x") is None
 
@@ -259,14 +262,21 @@ def test_mapped_sources_take_at_most_half_of_the_open_files(
 ) -> None:
     monkeypatch.setattr(mapping, "max_open_files", lambda: limit)
     paths = [tmp_path / f"{name}.h5" for name in "ab"]
+    values = numbers((ROWS, *SHAPE), "u1")
     for path in paths:
-        write(path, numbers((ROWS, *SHAPE), "u1"), "rows")
+        write(path, values, "contiguous")
+        make_hot(path)
     layout = h5py.VirtualLayout((2 * ROWS, *SHAPE), "u1")
     for number, path in enumerate(paths):
         layout[number * ROWS : (number + 1) * ROWS] = h5py.VirtualSource(path, "x", (ROWS, *SHAPE))
     with h5py.File(tmp_path / "v.h5", "w", libver="latest") as file:
         file.create_virtual_dataset("x", layout)
-    assert (engine_of(tmp_path / "v.h5").mapped("x") is None) == (limit == 2)
+    found, rows = engine_of(tmp_path / "v.h5").mapped("x"), np.arange(2 * ROWS)
+    assert (found is None) == (limit == 2)
+    if found is not None:
+        # The sources' rows form one array, although they do not begin at a multiple of the size of a block.
+        assert found.ready(rows, rows)
+        assert np.array_equal(found.array[found.positions(rows)].reshape(2, *values.shape), [values, values])
 
 
 def test_very_many_sources_are_refused_without_comparing_each_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
