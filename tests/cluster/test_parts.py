@@ -103,6 +103,7 @@ def test_parts_at_the_same_time_and_again_give_the_same_file(name: str, tmp_path
     assert (report.part, report.resumed_rows) == ("2/3", 0)
     again = h5pack.convert(source, out, num_workers=1, part=(2, 3), **options)
     assert (again.images, again.resumed_rows) == (report.images, report.images)
+    assert not list(tmp_path.glob("*.structure-*")), "a part removes its private files"
     require_finish(source, out, options)
     for settings in ({"part": "1/3"}, {"finish": True}):
         assert h5pack.convert(source, out, num_workers=1, **options, **settings).already_complete

@@ -244,6 +244,16 @@ def test_rows_that_changed_on_the_disk_are_not_compressed(tmp_path: Path) -> Non
         assert caught.value.rows == (20, 21, 22, 23, 24)
 
 
+def test_a_chunk_that_was_not_stored_is_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = file_structure.store_chunk
+    monkeypatch.setattr(
+        file_structure, "store_chunk", lambda images, number, chunk: number == 1 or store(images, number, chunk)
+    )
+    with pytest.raises(H5PackError):
+        h5pack.convert(source, tmp_path / "o.h5", **options("gzip"))
+    assert not (tmp_path / "o.h5").exists()
+
+
 def test_chunks_come_in_order_and_few_wait() -> None:
     made, given = [], []
 

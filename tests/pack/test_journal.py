@@ -79,13 +79,13 @@ def test_plan_and_prints_are_kept_until_it_starts_again(journal: Journal) -> Non
 
 
 def test_a_journal_without_a_plan_has_none(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
-    (journal.folder / "plan.json").unlink()
-    assert journal.plan() is None
     assert Journal(journal.folder / "nowhere").plan() is None
-    monkeypatch.setattr("h5pack.pack.journal.write_atomically", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        journal.start({}, np.zeros(3, np.uint64))
-    assert journal.plan() is None
+    for step in ("shutil.rmtree", "write_atomically"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"h5pack.pack.journal.{step}", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                journal.start({}, np.zeros(3, np.uint64))
+        assert journal.plan() is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b'{"created"'])

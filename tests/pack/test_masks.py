@@ -17,9 +17,11 @@ from PIL import Image, ImageOps
 from torch.utils.data import DataLoader
 
 import h5pack
-from h5pack.errors import DamagedRowsError, OptionsError, PackFormatError, ResumeError, SourceError
+from h5pack.errors import DamagedRowsError, H5PackError, OptionsError, PackFormatError, ResumeError, SourceError
 from h5pack.format.checksums import row_checksums
+from h5pack.pack import finish
 from h5pack.pack.conversion import Conversion
+from h5pack.pack.file_structure import Addresses
 from tests.crashing import convert_until, distinct_steps, leftovers, lose_pages, require_resumes
 from tests.exporter.folders import pixels_of
 from tests.makers import expected, hdf5_file, numbers, pair_folders, pixels, quick, save, tar_file, truncate, zip_file
@@ -101,12 +103,34 @@ def test_workers_and_ways_of_writing_give_the_same_bytes(
 
 
 @pytest.mark.parametrize("where", ["complete", "move_rows"])
-def test_lost_pages_are_decoded_again(source: Path, whole: Path, tmp_path: Path, where: str) -> None:
+def test_lost_pages_are_decoded_again(
+    source: Path, whole: Path, tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "o.h5"
     convert_until(f"h5pack.pack.finish.{where}", source, out, SETTINGS)
     lose_pages(tmp_path / "o.h5.partial")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1)
     h5pack.convert(source, out, **SETTINGS, resume=True)
     assert out.read_bytes() == whole.read_bytes()
+
+
+def test_other_addresses_of_the_chunks_of_masks_are_an_error(
+    source: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_structure = finish.write_structure
+
+    def elsewhere(*arguments: Any) -> Addresses:
+        images, *masks = write_structure(*arguments)
+        return images, *(addresses + 4096 for addresses in masks)
+
+    monkeypatch.setattr(finish, "write_structure", elsewhere)
+    with pytest.raises(H5PackError) as caught:
+        h5pack.convert(source, tmp_path / "o.h5", **SETTINGS)
+    assert caught.value.path == str(tmp_path / "o.h5.partial")
+    assert not finish.is_complete(tmp_path / "o.h5.partial")
+    monkeypatch.undo()
+    h5pack.convert(source, tmp_path / "o.h5", **SETTINGS, resume=True)
+    assert (tmp_path / "o.h5").read_bytes() == whole.read_bytes()
 
 
 def test_a_damaged_row_of_masks_alone_is_written_again(source: Path, whole: Path, tmp_path: Path) -> None:

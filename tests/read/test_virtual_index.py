@@ -149,6 +149,7 @@ OTHER_MAPPINGS: dict[str, tuple[tuple[int, ...], str, list[tuple[Any, int, Any]]
     "other dtype": (SHAPE, "<i4", [(ALL, 0, ALL)]),
     "other rank": ((10, 900), "u1", [(ALL, 0, ALL)]),
     "single images": ((3, 30, 30), "u1", [(0, 5, None), (1, 7, None), (2, 8, None)]),
+    "same rows with gaps": (SHAPE, "u1", [(np.s_[::2], 0, np.s_[::2])]),
     "one number": (SHAPE, "u1", [(np.s_[:1, :1, :1], 6, None), (np.s_[1:], 0, np.s_[:9])]),
 }
 
