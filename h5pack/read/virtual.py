@@ -127,8 +127,7 @@ def missing_sources(datasets: dict[str, h5py.Dataset]) -> dict[str, str]:
     visited = _Visited()
 
     def visit(file: h5py.File, found: h5py.Dataset, name: str, mappings: list[_Mapping]) -> None:
-        if has_other_files(found):
-            files_of(found, visited, 1)
+        files_of(found, visited, 1)
 
     errors = _visit_all_sources({name: (dataset, visit) for name, dataset in datasets.items()}, 0)
     for name, dataset in datasets.items():
