@@ -199,6 +199,9 @@ def test_pinned_memory_is_not_filled_first(monkeypatch: pytest.MonkeyPatch) -> N
     pool.allocate(4)
     assert filled == [False] * 3
     assert torch.utils.deterministic.fill_uninitialized_memory
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    pool.allocate(4)
+    assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_a_child_forked_while_threads_allocate_memory_is_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
