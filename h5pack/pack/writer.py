@@ -216,7 +216,7 @@ def _written_together(
             yield found
     if apart:
         joined = np.concatenate(apart)
-        step = max(1, _SCATTERED_BYTES // row_offsets.row_bytes)
+        step = _SCATTERED_BYTES // row_offsets.row_bytes
         yield from (joined[first : first + step] for first in range(0, len(joined), step))
 
 
@@ -318,8 +318,7 @@ def _write_groups(worker: _Worker, task: WriteTask) -> list[RowRecord]:
                 _journal(worker, previous, records[-1])
             previous = current
             records.append(record)
-    if previous:
-        _journal(worker, previous, records[-1])
+    _journal(worker, previous, records[-1])
     return records
 
 
