@@ -44,6 +44,7 @@ from h5pack.errors import (
 )
 from h5pack.pack import conversion, finish, writer
 from h5pack.pack.encode import encode_images
+from h5pack.pack.journal import Journal
 from h5pack.pack.options import ConvertOptions
 from h5pack.pack.output import Output, OutputLock, OwnerFile, PartFile, _process_identity
 from h5pack.pack.survey import survey
@@ -113,6 +114,8 @@ def test_the_rest_of_an_array_job_can_be_written_by_one_process(tmp_path: Path) 
     source, options = folder(tmp_path)
     out = tmp_path / "o.h5"
     h5pack.convert(source, out, num_workers=1, part="2/3", **options)
+    # Rows are recorded once, after they are flushed.
+    assert sum(len(record.rows) for record in Journal(Output(out).journal).records()) == 20
     for settings in ({}, {"finish": True}):
         with pytest.raises(OutputExistsError if not settings else IncompletePackError):
             h5pack.convert(source, out, num_workers=1, **options, **settings)

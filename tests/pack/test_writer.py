@@ -85,6 +85,16 @@ def test_the_bytes_of_a_task_are_limited(plan: ConvertPlan, monkeypatch: pytest.
     assert set(sizes_of(tasks_of(plan, missing, 2))) == {1}
 
 
+@pytest.mark.parametrize("whole_pages", [(), (0,), (0, 1)])
+def test_rows_of_several_machines_that_share_pages_are_divided_by_chunk(
+    plan: ConvertPlan, whole_pages: tuple[int, ...]
+) -> None:
+    offsets = [RowOffsets(np.arange(10) << 16, 7, 4_096 if number in whole_pages else 360) for number in (0, 1)]
+    tasks = list(write_tasks(plan, replace(JOB, durable=True), offsets, np.arange(70), 16))
+    chunks = [chunk for task in tasks for chunk in {int(row) // 7 for group in task.groups for row in group.rows}]
+    assert (len(chunks) == 10) == (whole_pages != (0, 1))
+
+
 def test_images_that_are_not_files_are_divided_further(plan: ConvertPlan) -> None:
     tasks = sizes_of(tasks_of(replace(plan, source_bytes=0), np.arange(plan.rows), 2))
     assert max(tasks) <= plan.rows / 32
