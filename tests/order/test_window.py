@@ -423,7 +423,7 @@ def test_merged_groups_have_the_same_rows_in_the_same_slots(
 def test_single_row_chunks_come_in_few_groups() -> None:
     plan = OrderPlan(RowRange(0, 4_096, 1), 256, window=16)
     assert len(list(plan.chunk_groups(0))) == 256
-    merged = list(merge_groups(plan.chunk_groups(0), 144, plan.max_group_batches))
+    merged = list(merge_groups(plan.chunk_groups(0), 150, plan.max_group_batches))
     assert {len(group.rows) for group in merged[:-1]} == {144}
     assert np.array_equal(np.sort(np.concatenate([group.rows for group in merged])), np.arange(4_096))
 
