@@ -236,6 +236,7 @@ def test_only_the_source_with_a_library_reason_uses_the_library(
         engine = engine_of(tmp_path / "v.h5")
     (record,) = caplog.records
     assert "compact.h5" in record.getMessage()
+    assert {Path(file.path).stem for file in engine.indexes["x"].files} == {*kinds}
     require_rows(engine, np.concatenate(values))
     assert engine.stats.amplification == 1.0
 
