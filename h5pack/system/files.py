@@ -389,7 +389,7 @@ def wait_until_unlocked(path: Path, busy: OutputBusyError, seconds: float | None
     Raises the error `busy` after `seconds`, by default as many as `open_locked` waits.
     """
     deadline = time.monotonic() + (_LOCK_WAIT_SECONDS if seconds is None else seconds)
-    with contextlib.suppress(FileNotFoundError):
+    with reporting_disk_errors(path, "make room, then run again"), contextlib.suppress(FileNotFoundError):
         while is_locked(path):
             if time.monotonic() > deadline:
                 raise busy

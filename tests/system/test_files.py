@@ -25,6 +25,7 @@ from h5pack.system.files import (
     lock,
     open_locked,
     read_all,
+    wait_until_unlocked,
     write_all,
     write_atomically,
 )
@@ -341,6 +342,19 @@ def test_a_file_system_without_locks_locks_nothing(tmp_path: Path, monkeypatch: 
     assert lock(descriptor) is None
     assert not is_locked(path)
     os.close(descriptor)
+
+
+def test_waiting_for_a_file_reports_failed_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = OutputBusyError("busy")
+    wait_until_unlocked(tmp_path / "none", busy)
+    monkeypatch.setattr(files, "is_locked", lambda _: True)
+    with pytest.raises(OutputBusyError) as caught:
+        wait_until_unlocked(tmp_path / "a", busy, 0)
+    assert caught.value is busy
+    monkeypatch.setattr(files, "is_locked", Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
+    with pytest.raises(H5PackError) as failed:
+        wait_until_unlocked(tmp_path / "a", busy)
+    assert failed.value.path == str(tmp_path / "a")
 
 
 def test_a_file_is_loaded_and_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
