@@ -182,6 +182,8 @@ def test_one_line_is_logged_for_each_dataset_that_goes_through_the_library(
     path = tmp_path / "f.h5"
     write(path, numbers((9, 4), "i4"), storage)
     with caplog.at_level(logging.DEBUG):
+        Engine(str(path), FileIdentity.of(str(path)), {"x": files.index_of(path)}, warn=False)
+        assert not caplog.records
         engine_of(path)
         engine = engine_of(path)
         for _ in range(3):
