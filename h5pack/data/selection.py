@@ -191,7 +191,7 @@ def _pack_digest(dataset: H5Dataset) -> int | None:
     if index is None:
         return None
     # Use another engine, so that the dataset's statistics do not count these rows.
-    with closing(Engine(dataset.path, dataset.engine.storage.identity, {name: index}, warn=False)) as engine:
+    with closing(Engine(dataset.path, dataset.engine.storage.identity, {name: index})) as engine:
         return crc32(engine.read(name, np.arange(min(_DIGEST_ROWS, index.rows))).astype("<u4"))
 
 
