@@ -859,6 +859,7 @@ REPEATED = TABLE + "00001.jpg,dog,m/1.png,b\n"
         (TABLE, TABLE.replace("m/1.png", "")),
         (TABLE, TABLE.replace("1.jpg,dog", "1.jpg,cat")),
         (TABLE, TABLE.replace(",b", ",c")),
+        (TABLE, TABLE.replace("0.png,a", "0.png,ab").replace("1.png,b", "1.png,")),
         (REPEATED, REPEATED.replace("2.jpg,dog", "2.jpg,cat")),
         (REPEATED, REPEATED.replace("1.jpg,dog", "1.jpg,cat")),
         (REPEATED, REPEATED.replace("m/2.png,b", "m/2.png,c")),
