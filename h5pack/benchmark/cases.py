@@ -96,7 +96,10 @@ class Ceiling:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """The validated keywords of `bench`, whose docstring explains them. Several values of a keyword are a tuple."""
+    """The validated keywords of `bench`, whose docstring explains them.
+
+    A keyword that accepts several values is a tuple, even if it has only one value.
+    """
 
     seconds: float = 60.0
     chunk_rows: tuple[int, ...] = ()

@@ -116,8 +116,11 @@ class MixingReport:
         other = "convert in shuffled order"
         if enough is not None:
             other = f"window={enough} ({enough * self.chunk_bytes / 2**20:,.1f} MiB)"
-        excess = f"the label distance of a batch is {100 * self.excess(asked):,.0f} % above a full shuffle's"
-        return f"Use shuffle='full', or {other}: with window={window} {excess}."
+        # With many classes, even rows of one chunk are almost as far from all labels as those of a full shuffle.
+        percent = 100 * self.excess(asked)
+        excess = f"{percent:,.0f}" if percent >= 1 else f"{percent:.2f}"
+        label_distance = f"the label distance of a batch is {excess} % above a full shuffle's"
+        return f"Use shuffle='full', or {other}: with window={window} {label_distance}."
 
     def excess(self, order: OrderMixing) -> float:
         """Return the fraction by which an order's label distance exceeds `expected_distance`; nan without labels."""

@@ -248,10 +248,10 @@ class BatchFetcher:
         return FetchedBatch(batch, self._epoch, self._first + self._count - 1, self._count, state)
 
     def close(self) -> None:
-        """Drop the loader's iterator, and call the iterator's `close` if it has one, so that the threads end."""
+        """Drop the loader's iterator, and call its `close`, so that its threads end, unless it is the loader itself."""
         iterator, self._iterator = self._iterator, iter(())
         close = getattr(iterator, "close", None)
-        # If the loader is a generator, it is its own iterator. Do not close it, because the user may continue it later.
+        # A generator is its own iterator. Do not close it, because the user may continue it later.
         if close is not None and iterator is not self._wrapper.loader:
             close()
 

@@ -2,10 +2,11 @@
 
 The arithmetic of ``(pixel / 255 - mean) / std`` in float32 is accurate to one rounding step.
 
-If it were computed as ``pixel * scale + bias``, pixels near the mean would lose most of their digits. Therefore the
-integer ``center`` nearest to ``255 * mean`` is subtracted first, which is exact. The result for ``pixel = center`` is
-``bias = (center / 255 - mean) / std``. The factor ``1 / (255 * std)`` is split into ``coarse + fine`` with 16
-significant bits each, so the product of either part with an 8-bit integer is exact in float32::
+If it were computed as ``pixel * scale + bias``, results near 0 would typically lose a third of their significant bits.
+Therefore the integer ``center`` nearest to ``255 * mean`` is subtracted first, which is exact. The result for
+``pixel = center`` is ``bias = (center / 255 - mean) / std``. The factor ``1 / (255 * std)`` is split into
+``coarse + fine`` with 16 significant bits each, so the product of either part with an 8-bit integer is exact in
+float32::
 
     steps  = pixel - center                          exact
     small  = steps * fine + bias                     one rounding, of a value below 0.51 * coarse

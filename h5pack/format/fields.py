@@ -262,7 +262,7 @@ def parse_values(values: Sequence[Any]) -> FieldValues:
     first = next(iter(arrays.values()), np.zeros((0,) if given else ()))
     for row, array in arrays.items():
         if not is_numeric_dtype(array.dtype):
-            problem = "which is neither text nor numbers of up to 64 bits"
+            problem = "which is neither text nor real numbers of up to 64 bits"
             raise FieldValueError(row, f"is {short_repr(values[row])}, {problem}")
         beside_lists = not array.ndim and len(arrays) < len(given)
         expected = "others are lists" if beside_lists else f"others have {first.shape}"

@@ -295,6 +295,13 @@ def test_a_window_at_the_limit_passes_one_time_in_twenty(epochs: int) -> None:
     assert passed / times == pytest.approx(0.05, abs=4 * (0.05 * 0.95 / times) ** 0.5)
 
 
+def test_a_small_excess_that_matters_is_not_called_zero(ordered: H5Dataset) -> None:
+    """With more classes than rows in a batch, even the rows of one chunk are far from the labels of all rows."""
+    report = mixing_report(ordered, 50, window=4, epochs=2, windows=[50])
+    distances = {"expected_distance": 0.9968, "allowed_distance": 0.9970, "enough_window": None}
+    assert "0.19 %" in replace(report, **distances, orders=made((4, 0.9987, 0.0001))).advice
+
+
 def test_the_advice_depends_on_the_epochs(ordered: H5Dataset) -> None:
     report = mixing_report(ordered, 50, window=4, epochs=2, windows=[50])
     limit = report.allowed_distance or 0
