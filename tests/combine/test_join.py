@@ -596,6 +596,10 @@ def test_a_join_of_virtual_files_and_a_copy_of_one(tmp_path: Path) -> None:
     h5pack.join([tmp_path / "v.h5", third], tmp_path / "w.h5", virtual=True)
     h5pack.join([tmp_path / "w.h5", pack(tmp_path, "d", 3, ["gnu"])], tmp_path / "o.h5")
     assert contents(tmp_path / "o.h5") == contents(*packs, third, tmp_path / "d.h5")
+    # The rows of a pack that is repeated follow each other, but begin again.
+    h5pack.join([third, third], tmp_path / "v.h5", virtual=True, overwrite=True)
+    h5pack.join([tmp_path / "v.h5", packs[0]], tmp_path / "w.h5", virtual=True, overwrite=True)
+    assert h5pack.verify(tmp_path / "w.h5", num_workers=1).ok
 
 
 @pytest.mark.parametrize("kind", ["pixels", "jpeg"])
