@@ -40,12 +40,15 @@ def _strict() -> Iterator[None]:
 
 
 @pytest.fixture
-def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
+def lenient(_strict: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Other settings of Pillow, as if no context of `strict_pillow` was open."""
-    monkeypatch.setattr(decode, "_strict_contexts", 0)
-    monkeypatch.setattr(decode, "_strict_settings", contextlib.ExitStack())
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 123)
-    monkeypatch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+    # Restored before the context of `_strict` is closed, which would otherwise stay open in this process.
+    with monkeypatch.context() as patch:
+        patch.setattr(decode, "_strict_contexts", 0)
+        patch.setattr(decode, "_strict_settings", contextlib.ExitStack())
+        patch.setattr(Image, "MAX_IMAGE_PIXELS", 123)
+        patch.setattr(ImageFile, "LOAD_TRUNCATED_IMAGES", True)
+        yield
 
 
 def header_of(data: bytes, max_pixels: int = MAX_PIXELS) -> ImageHeader:
