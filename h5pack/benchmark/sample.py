@@ -91,7 +91,7 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
         with reporting_disk_errors(path, _LESS_SPACE):
             yield path
     except H5PackError as error:
-        # Do not recommend parameters of `convert`, such as `resume`, that `bench` does not have.
+        # Replace errors of `convert` that recommend parameters such as `resume`, which `bench` does not have.
         is_full = isinstance(error, NoSpaceError)
         is_inside = error.path is not None and Path(error.path).is_relative_to(path)
         if not is_inside or not (is_full or "resume=True" in error.parameters):
@@ -99,12 +99,7 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
             missing = sorted(given - {one.name for one in fields(BenchSettings)})
             if not missing or not isinstance(error, SourceError):
                 raise
-            advice = f"bench has no {' or '.join(missing)}: make a pack with 'h5pack convert', and measure that"
-            problem = f"{error}; {advice}"
-            # Of the public classes, because subclasses may be constructed from other arguments.
-            kind = next(one for one in (NoImagesError, SizesDifferError, SourceError) if isinstance(error, one))
-            where: dict[str, Any] = {"path": error.path, "dataset": error.dataset, "rows": error.rows}
-            raise kind(problem, **where, parameters=error.parameters) from error
+            raise _advising_convert(error, missing) from error
         if is_full:
             problem = f"temporary files do not fit; make room, raise 'ulimit -f', or {_LESS_SPACE}"
             raise NoSpaceError.at(folder, problem, "scratch=FOLDER") from error
@@ -114,6 +109,16 @@ def scratch_folder(parent: str | os.PathLike[str] | None = None) -> Iterator[Pat
         # Close the lock file first: on NFS and FUSE, an open file cannot be removed completely, nor can its folder.
         os.close(descriptor)
         shutil.rmtree(path, ignore_errors=True)
+
+
+def _advising_convert(error: SourceError, missing: Sequence[str]) -> SourceError:
+    """Return an error that recommends `convert`, because `bench` has none of the parameters `missing`."""
+    advice = f"bench has no {' or '.join(missing)}: make a pack with 'h5pack convert', and measure that"
+    # Of the public classes, because subclasses may be constructed from other arguments.
+    kind = next(one for one in (NoImagesError, SizesDifferError, SourceError) if isinstance(error, one))
+    return kind(
+        f"{error}; {advice}", path=error.path, dataset=error.dataset, rows=error.rows, parameters=error.parameters
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,7 +113,7 @@ def _difference(name: str, old: Any, new: Any) -> tuple[str, ...]:
     if not isinstance(old, dict) or not isinstance(new, dict):
         return (f"{old!r} before, {new!r} now",)
     key = next(key for key in {**old, **new} if (key in old, old.get(key)) != (key in new, new.get(key)))
-    if key in _HASHED:
+    if name == "source" and key in _HASHED:
         return (_HASHED[key],)
     if name != "options":
         return (f"{key}: {old.get(key)!r} before, {new.get(key)!r} now",)
